@@ -131,7 +131,7 @@ def measure(name: str, saves: int, folder: Path) -> None:
     attempt = Attempt(config, Classify(), Plan.of(config, 1437), World.from_environment())
     attempt.begin()
     run = Run(attempt, Classify(), state)
-    run.resume()
+    run._resume()
 
     def passes() -> None:
         model(batch).square().mean().backward()

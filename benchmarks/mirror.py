@@ -69,7 +69,7 @@ def main(options: Options) -> None:
             attempt = Attempt(config, Classify(), Plan.of(config, 1437), World.from_environment())
             attempt.begin()
             run = Run(attempt, Classify(), state)
-            run.resume()
+            run._resume()
             waits: dict[str, list[float]] = {"with": [], "without": []}
 
             def saves(side: str) -> Iterator[None]:

@@ -37,7 +37,7 @@ from evenkeel.training.replica import Replica
 from evenkeel.training.sharding import Sharding
 from evenkeel.training.slots import Slots
 from evenkeel.training.staging import named_tensors
-from evenkeel.training.state import State, divide
+from evenkeel.training.state import State
 from evenkeel.training.task import Task
 
 
@@ -100,7 +100,7 @@ def ours(name: str, task: Text, world: World, plan: Plan, side: Side) -> Iterato
     model = task.model().to(world.device)
     state = State(model, [AdamW(model.parameters(), 1e-4, foreach=True)])
     if shard:
-        divide(state, Sharding(model, None, state.optimizers, task, world, "fp32"))
+        state.divide(Sharding(model, None, state.optimizers, task, world, "fp32"))
     made = DistributedLoss(task.loss, state, world, plan, Config(reduce="tree"))
     slots = Slots([os.memfd_create("slot") for _ in range(2)], world.devices)
     single = replace(world, local_world_size=1)  # a node of its own

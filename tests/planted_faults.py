@@ -319,8 +319,8 @@ the best checkpoint is deleted when it is old
 
 a checkpoint of --keep-every is deleted when it is old
     run/checkpoint.py | tests/run | tests/promises/test_keep_every.py
-    - for path, found in checkpoints._manifests() if found.kept_for_ever)}
-    + for path, found in checkpoints._manifests() if found.step < 0)}
+    - for path, manifest in self._manifests() if manifest.kept_for_ever)}
+    + for path, manifest in self._manifests() if manifest.step < 0)}
 
 bisect begins each repetition at a state in which the runs differ already
     time_travel/bisect.py | tests/time_travel | tests/processes/test_bisect.py

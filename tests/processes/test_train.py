@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from evenkeel.run.checkpoint import STATE
@@ -33,18 +34,38 @@ def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp
     assert weights_of(run_dir) == weights_of(aside), "the same command gives the same weights"
 
 
-def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> None:
+def unfit_state(run_dir: Path) -> Path:
+    """A run of two steps whose checkpoint has another shape than the model; returns the checkpoint."""
     run_forked(TRAIN, *job(run_dir, "--max-steps", 2, "--schedule", "constant"))
     (newest,) = (run_dir / "checkpoints").glob("step-*")
     found = torch.load(newest / STATE, weights_only=True)
     found["model"]["0.weight"] = found["model"]["0.weight"][:1]
     torch.save(found, newest / STATE)
     seal(newest)
+    return newest
+
+
+def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> None:
+    newest = unfit_state(run_dir)
     ranks = failed(2, job(run_dir, "--max-steps", 4, "--schedule", "constant"))
     line = runs.the_line("".join(rank.stderr for rank in ranks))
     assert line.startswith(f"{run_dir}: its state of step 2 does not fit this model and its optimizers (")
     assert "size mismatch for 0.weight" in line
     assert newest.exists(), "it is no damage"
+    status = read(run_dir, "status.json")
+    assert (status["state"], status["step"]) == ("failed", 2)
+    assert line.startswith(" ".join(status["reason"].split()))
+    assert [r["reason"] for r in records(run_dir, "failure")] == [status["reason"]]
+    assert "failed at step 2; no step has finished in this attempt; nothing to save" in ranks[0].stdout
+
+
+@pytest.mark.slow
+def test_a_state_that_does_not_fit_is_still_the_reason_after_all_restarts_of_torchrun(run_dir: Path) -> None:
+    unfit_state(run_dir)
+    command = job(run_dir, "--max-steps", 4, "--schedule", "constant")
+    done = run(torchrun(2, TRAIN, *command, restarts=3), expect=1)
+    assert "does not fit this model" in read(run_dir, "status.json")["reason"]
+    assert "killed from outside" not in done.stderr
 
 
 def test_what_a_run_leaves(run_dir: Path) -> None:

@@ -66,7 +66,7 @@ def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) ->
     """torch's own record of collectives may hang as they do: here its file does, before and after the save."""
     training = Training(tmp_path / "run", World(0, 0, 1, 1, torch.device("cpu"), launched=False))
     training.step()
-    training.run.watched(None, Resident(1.0))
+    training.run._watched(None, Resident(1.0))
     for name in ("collectives.json", "stacks.txt"):
         os.mkfifo(training.run.attempt.logs / f"rank-0.{name}")  # whoever opens it waits for a reader
     threading.Thread(target=training.run.ending.hung, daemon=True).start()

@@ -31,7 +31,7 @@ def by_a_rank(memory: KeeperMemory, act: Callable[[], object]) -> str:
     if not (child := os.fork()):
         try:
             keeper_link.open_link(told, os.getppid(), 0)
-            memory.enter()
+            memory.hand_over()
             act()
         finally:
             os._exit(0)
@@ -118,6 +118,19 @@ def test_a_child_that_is_killed_is_followed_by_another(
     assert capfd.readouterr().err == (lost if kills == TRIES else "")
     memory.discard()
     assert bytes_in_memory(os.getpid()) == before, "no memory is left behind"
+
+
+def test_a_child_that_fails_says_that_the_step_is_not_saved(capfd: pytest.CaptureFixture[str]) -> None:
+    def save(_it: MemoryCheckpoint) -> None:
+        raise RuntimeError("no archive")  # any error but an OSError, which the saver reports itself
+
+    memory = KeeperMemory(save)
+    memory.take(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3})))
+    await_written(memory)
+    *trace, line = capfd.readouterr().err.splitlines()
+    assert trace[-1] == "RuntimeError: no archive"
+    assert line == "evenkeel: NOT SAVED: the process that wrote step 3 failed, see the traceback"
+    memory.discard()
 
 
 def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", keep=2, best=("accuracy", "max"))
+    return Checkpoints(tmp_path / "checkpoints", keep=2, best_by=("accuracy", "max"))
 
 
 def state(step: int, size: int = 10) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(checkpoints: Che
 
 def snapshots(folder: Path, *numbers: int) -> Checkpoints:
     """A folder with snapshots of this host at some steps."""
-    checkpoints = Checkpoints(folder, keep=99, best=("accuracy", "max"))
+    checkpoints = Checkpoints(folder, keep=99, best_by=("accuracy", "max"))
     for step in numbers:
         assert checkpoints.save_if_new(state(step))
     return checkpoints
@@ -168,7 +168,7 @@ def test_older_snapshots_of_this_host_are_cleared(tmp_path: Path) -> None:
     assert steps(checkpoints) == [3, 4]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
     checkpoints.clear_snapshots(before=3)
-    Checkpoints(tmp_path / "none", keep=1, best=("accuracy", "max")).clear_snapshots(before=3)
+    Checkpoints(tmp_path / "none", keep=1, best_by=("accuracy", "max")).clear_snapshots(before=3)
     assert not (tmp_path / "none").exists()
 
 
@@ -209,7 +209,7 @@ KEPT: dict[str, tuple[str, list[float | None], list[int], float | None]] = {
 @pytest.mark.parametrize("case", KEPT)
 def test_what_is_kept(tmp_path: Path, case: str) -> None:
     direction, values, left, best = KEPT[case]
-    checkpoints = Checkpoints(tmp_path, keep=2, best=("score", direction))  # type: ignore[arg-type]
+    checkpoints = Checkpoints(tmp_path, keep=2, best_by=("score", direction))  # type: ignore[arg-type]
     for step, value in enumerate(values, start=1):
         metrics = {} if value is None else {"score": value, "other": -1.0}
         before = best_value(checkpoints)
@@ -227,7 +227,7 @@ def test_what_is_kept(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(("keep_best", "left"), [(1, [4, 6, 7]), (2, [2, 4, 6, 7]), (3, [1, 2, 4, 6, 7])])
 def test_so_many_best_ones_are_kept_besides_the_newest(tmp_path: Path, keep_best: int, left: list[int]) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, best=("score", "max"), keep_best=keep_best)
+    checkpoints = Checkpoints(tmp_path, keep=2, best_by=("score", "max"), keep_best=keep_best)
     for step, score in enumerate([3.0, 4.0, NAN, 5.0, 2.0, 1.0, 0.0], start=1):
         checkpoints.save(state(step), {"score": score})
     assert steps(checkpoints) == left
@@ -240,12 +240,12 @@ def test_each_nth_is_kept_for_ever_even_by_a_later_attempt_without_the_option(tm
     """The control: with --keep-every 0 from the beginning only the newest stay."""
     for every, left in ((0, [11, 13]), (3, [3, 6, 9, 11, 13])):
         folder = tmp_path / str(every)
-        first = Checkpoints(folder, keep=2, best=None, keep_every=every)
+        first = Checkpoints(folder, keep=2, best_by=None, keep_every=every)
         for step in range(1, 8):
             first.save(state(step), {})
         first.save_if_new(state(9))  # a snapshot is a whole state too
         assert read_manifest(folder / "step-00000009").kept_for_ever == bool(every)
-        later = Checkpoints(folder, keep=2, best=None)
+        later = Checkpoints(folder, keep=2, best_by=None)
         later.save(state(11), {})
         later.save(state(13), {})
         later.clear_snapshots(before=13)
@@ -499,7 +499,7 @@ def observe_every_operation(monkeypatch: pytest.MonkeyPatch, look: Callable[[str
 
 def test_the_order_of_operations(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is on the disk before it has its name, and its name before an old one goes."""
-    checkpoints = Checkpoints(checkpoints.folder, keep=1, best=checkpoints.best)
+    checkpoints = Checkpoints(checkpoints.folder, keep=1, best_by=checkpoints.best_by)
     checkpoints.save(state(1), {})
     done: list[str] = []
     observe_every_operation(monkeypatch, done.append)
@@ -517,7 +517,7 @@ def test_a_kill_between_any_two_operations_loses_no_finished_checkpoint(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: bool
 ) -> None:
     """The folder as each operation leaves it is copied, and a new start is made from every copy."""
-    checkpoints = Checkpoints(checkpoints.folder, keep=1, best=checkpoints.best)
+    checkpoints = Checkpoints(checkpoints.folder, keep=1, best_by=checkpoints.best_by)
     checkpoints.save(state(1), {})
     copies: list[Path] = []
 
@@ -535,7 +535,7 @@ def test_a_kill_between_any_two_operations_loses_no_finished_checkpoint(
 
     found: list[int] = []
     for folder in copies:
-        start = Checkpoints(folder, keep=1, best=checkpoints.best)
+        start = Checkpoints(folder, keep=1, best_by=checkpoints.best_by)
         newest = start.load_newest()
         assert newest
         assert is_whole(newest)
@@ -551,7 +551,7 @@ BIG = 8_000_000  # floats: long enough to write for a kill in the middle
 
 def save_for_ever(folder: Path, size: int, done: Any) -> None:
     torch.set_num_threads(1)  # a forked process has none of its parent's threads
-    checkpoints = Checkpoints(folder, keep=1, best=("accuracy", "max"))
+    checkpoints = Checkpoints(folder, keep=1, best_by=("accuracy", "max"))
     step = checkpoints.newest_step()
     while True:
         step += 1
@@ -613,7 +613,7 @@ def test_a_kill_in_the_middle_damages_a_naive_checkpoint(tmp_path: Path) -> None
 
 def test_a_kill_in_the_middle_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     """At the same moment as in the control, which is sure to be within a write; again and again."""
-    checkpoints = Checkpoints(tmp_path, keep=1, best=("accuracy", "max"))
+    checkpoints = Checkpoints(tmp_path, keep=1, best_by=("accuracy", "max"))
     checkpoints.save(state(1, BIG), {})
     whole = size_of(checkpoints.all()[0] / STATE)
 
@@ -634,7 +634,7 @@ def rescue_step_5(folder: Path) -> float:
     """Rescue a large state; returns the seconds that it has waited for the lock, and written."""
     torch.set_num_threads(1)
     begun = time.monotonic()
-    assert Checkpoints(folder, keep=2, best=("accuracy", "max")).save_if_new(state(5, BIG), begun + 0.2)
+    assert Checkpoints(folder, keep=2, best_by=("accuracy", "max")).save_if_new(state(5, BIG), begun + 0.2)
     return time.monotonic() - begun
 
 
@@ -693,8 +693,24 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+def test_a_checkpoint_stays_when_its_successor_of_the_same_step_cannot_get_its_name(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, replace = checkpoints.save(state(3), {"accuracy": 0.5}), Path.replace
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.endswith(".tmp") and target == final:
+            raise OSError(errno.EIO, "Input/output error")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints.save(state(3), {"accuracy": 0.5})
+    assert checkpoints.all() == [final]
+
+
 def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> None:
-    checkpoints = Checkpoints(disk / "checkpoints", keep=2, best=("accuracy", "max"))
+    checkpoints = Checkpoints(disk / "checkpoints", keep=2, best_by=("accuracy", "max"))
     checkpoints.save(state(1, 100_000), {"accuracy": 0.5})
     free = shutil.disk_usage(disk).free
     for size in (200_000, 10_000_000):

@@ -26,7 +26,7 @@ from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.run import run_directory
 from evenkeel.run.records import is_run, read_config, read_facts
-from evenkeel.run.run_directory import Identity, RunDirectory, check, launch_token
+from evenkeel.run.run_directory import Identity, RunDirectory, launch_token, prepare_folder
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
 from tests.tasks.test_command_line import contents
@@ -104,7 +104,7 @@ def test_the_number_of_samples_must_stay(path: Path) -> None:
     directory.begin(OPTIONS, [""], samples=before)
     del directory
     claim(path, OPTIONS, fresh=False, samples=before)
-    for check_it in (run_directory.claim, check):  # rank 0, and the first rank of another node
+    for check_it in (run_directory.claim, prepare_folder):  # rank 0, and the first rank of another node
         with pytest.raises(Refusal, match=r"the training data had 96 samples and has 95 now, .*--fresh$"):
             check_it(path, Identity(OPTIONS, samples=now), fresh=False)
     with pytest.raises(Refusal, match="the test data had 20 samples and has 21 now"):
@@ -607,6 +607,19 @@ def test_a_folder_that_is_deleted_under_a_run_is_a_run_again(path: Path, caplog:
     del directory
     assert claim(path, OPTIONS, fresh=False).status["step"] == 9
     assert len(caplog.messages) == 1
+
+
+def test_a_run_that_finds_another_one_in_the_folder_that_is_made_again_goes_on(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, exists = claim(path, OPTIONS, fresh=False), Path.exists
+    directory.begin(OPTIONS, [""])
+    (path / "config.toml").unlink()
+    # as if the lock's file came only after the look; the lock is this run's own, which another file cannot get
+    monkeypatch.setattr(Path, "exists", lambda self: self.name != ".lock" and exists(self))
+    directory.update("running", step=7)
+    assert "is in use by" in caplog.text
+    assert read_facts(path / "status.json")[0]["step"] == 7
 
 
 RUINED = ["", "[]", "null", "{", "\\x00", "[" * 100_000, '{"world_sizes": "x"}', '{"world_sizes": ["x"], "step": []}']

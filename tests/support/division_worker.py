@@ -19,7 +19,7 @@ from evenkeel.config import Config
 from evenkeel.distributed.placement import place
 from evenkeel.distributed.world import World
 from evenkeel.training.sharding import Sharding
-from evenkeel.training.state import State, divide
+from evenkeel.training.state import State
 
 BLOCKS, WIDTH = 8, 3000
 """Each block has 36 MB, too much for malloc to keep when it is freed."""
@@ -40,7 +40,7 @@ def growth(world: World) -> dict[str, int]:
     place(model, Config(shard="off" if sys.argv[2] == "before" else "on"), world.devices)
     state = State(model, [torch.optim.SGD(model.parameters(), 0.1)], devices=world.devices)
     whole = [parameter.data for parameter in model.parameters()] if sys.argv[2] == "held" else []
-    divide(state, Sharding(model, None, state.optimizers, Sharded(), world, "fp32"))
+    state.divide(Sharding(model, None, state.optimizers, Sharded(), world, "fp32"))
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     del whole
     return {"model": total, "block": total // BLOCKS, "growth": peak(world.device) - before}

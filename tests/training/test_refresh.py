@@ -24,7 +24,7 @@ from evenkeel.distributed.world import World
 from evenkeel.run.build import build_state
 from evenkeel.tasks import Streams, Task
 from evenkeel.training.refresh import Refresh, refuse_unrefreshable
-from evenkeel.training.state import State, keep_weights
+from evenkeel.training.state import State
 from evenkeel.training.task_data import refreshed_set, training_set
 from tests.support.refreshed_task import Every2, Plain, Refreshed
 
@@ -59,7 +59,7 @@ def state_of(task: Task, config: Config = Config()) -> State:  # noqa: B008
 def data_of(task: Task, epoch: int = 1, config: Config = Config()) -> Any:  # noqa: B008
     state = state_of(task, config)
     assert state.refresh
-    keep_weights(state, state.refresh, epoch)
+    state.keep_weights(state.refresh, epoch)
     return state.refresh.data(training_set(task, config), state.task_state)
 
 
@@ -76,7 +76,7 @@ def test_it_is_made_from_the_weights_and_the_state_at_the_epochs_first_step() ->
     torch.nn.init.ones_(state.parameters[0])  # other weights than those it begins with
     task.past = [30.0]
     state.task_state.load({"past": [30.0]})
-    keep_weights(state, state.refresh, 1)
+    state.keep_weights(state.refresh, 1)
     made = labels(state.refresh.data(task.train_dataset(), state.task_state))
     torch.nn.init.zeros_(state.parameters[0])
     state.task_state.load({"past": [7.0]})
@@ -86,7 +86,7 @@ def test_it_is_made_from_the_weights_and_the_state_at_the_epochs_first_step() ->
     assert labels(other.refresh.data(later.train_dataset(), other.task_state)) == made
     assert later.past == [7.0], "the present one again"
     assert min(made) > 10, "of the state then"
-    keep_weights(other, other.refresh, 1)  # the control
+    other.keep_weights(other.refresh, 1)  # the control
     assert labels(other.refresh.data(later.train_dataset(), other.task_state)) != made
 
 
@@ -101,12 +101,12 @@ def test_it_leaves_no_trace() -> None:
 
     state = state_of(task := Made(make))
     assert state.refresh
-    keep_weights(state, state.refresh, 2)
+    state.keep_weights(state.refresh, 2)
     before = (torch.get_rng_state().tolist(), random.getstate(), str(state.capture()))
     made = labels(state.refresh.data(task.train_dataset(), state.task_state))
     assert (torch.get_rng_state().tolist(), random.getstate(), str(state.capture())) == before
     assert labels(state.refresh.data(task.train_dataset(), state.task_state)) == made, "seeded"
-    keep_weights(state, state.refresh, 3)
+    state.keep_weights(state.refresh, 3)
     assert labels(state.refresh.data(task.train_dataset(), state.task_state))[0] != made[0] + 1, "by the epoch"
 
 

@@ -242,7 +242,7 @@ def test_other_schedulers_than_those_of_the_checkpoint_end_the_run() -> None:
 
 def test_an_evaluation_without_the_metric_ends_the_run() -> None:
     with pytest.raises(Ended, match="needs the metric 'loss', and the evaluation has only accuracy"):
-        new_state("plateau").check({"accuracy": 1.0})
+        new_state("plateau").schedulers.check({"accuracy": 1.0})
 
 
 @pytest.mark.parametrize("how", ["raises", "keeps what cannot be saved"])

@@ -219,13 +219,14 @@ class Training:
         task = Classify()
         config = Config(run_dir=folder, checkpoint_every=1, grace=grace, wandb="disabled").resolved()
         attempt = Attempt(config, task, Plan.of(config, 1437), world)
+        assert attempt.logs == attempt.path / "logs", "also of a run that does not begin, because it is finished"
         model = nn.Linear(size, size)
         self.state = State(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
         if world.rank == 0:  # on others it waits to hear from rank 0
             attempt.begin()
         self.run = Run(attempt, task, self.state)
         if world.rank == 0:
-            self.run.resume()
+            self.run._resume()
         for parameter in model.parameters():
             parameter.data.zero_()
 
@@ -276,7 +277,7 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
 
 
 def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, best=("accuracy", "max"))
+    checkpoints = Checkpoints(tmp_path, keep=2, best_by=("accuracy", "max"))
     staging, writer = Staging(CPU), ThreadPoolExecutor()
     captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
     with slow_disk(tmp_path):

@@ -23,8 +23,8 @@ REFUSAL_TIMEOUT = 30.0
 class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error of ours)
     """Bad input: one line that names the flag or file, its value and the remedy.
 
-    Programs print it as ``evenkeel: <line>`` on stderr and exit with :data:`REFUSED`, before any process group exists
-    and before anything is written.
+    Programs print it as ``evenkeel: <line>`` on stderr and exit with :data:`REFUSED`. Nearly always before anything is
+    written; --strict-bits after a damaged checkpoint, and a loss given to `Run.distribute`, are refused later.
     """
 
 

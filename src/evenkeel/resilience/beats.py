@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..common.naming import name_ranks
-from ..common.phases import REDUCTION
+from ..common.phases import REDUCTION, activity
+from ..distributed.devices import device_name, node_name
+from ..distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,12 @@ class Beat:
     """The name by which Slurm knows its node; outside Slurm the host's."""
     device: str = ""
     """Both names of its GPU; "" for a CPU."""
+
+
+def beat_now(world: World, count: int = 0) -> Beat:
+    """What this rank reports at this moment."""
+    device = device_name(world.device) if world.device.type == "cuda" else ""
+    return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), node_name(), device)
 
 
 class Outlook(NamedTuple):

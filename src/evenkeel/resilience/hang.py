@@ -1,10 +1,10 @@
-"""Detect hangs: report which rank is stuck where, save a snapshot, and restart.
+"""Detect hangs: find the rank that is stuck, save a snapshot, and restart.
 
 A frozen rank (a stopped process, a file system that does not answer, a deadlock, a cut cable) stops all others in the
 next collective until its time-out, and then the cause is unknown. So each rank reports to the others once a second,
 through torchrun's store, what it is doing. A rank that has made no progress for too long raises an alarm. Every rank
-that still can then saves the committed state, as after a signal, and writes its Python stacks. The lowest live rank
-prints one line that says which rank is where, and torchrun restarts the job.
+that still can then saves the committed state, as after a signal, and finds out which rank is where (`diagnosis`). Then
+torchrun or the keepers restart the job.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ import contextlib
 import faulthandler
 import json
 import logging
-import os
-import signal
-import socket
-import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -28,30 +23,28 @@ from typing import IO
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..common import keeper_link
 from ..common.phases import COMPILATION, COMPILE_TIMEOUT, activity
-from ..common.processes import stat
-from ..distributed.devices import device_name, node_name
 from ..distributed.world import World
-from . import flight_recorder, heartbeat
-from .beats import Beat, Outlook, blamed, describe
+from . import heartbeat
+from .beats import Beat, beat_now
 
 log = logging.getLogger(__name__)
 
-ALARM, SAVED, COMPILING = "alarm", "saved", "compiling"
-"""Keys in the store: a hang was found; the step of rank 0's last complete checkpoint; the rank that compiles."""
+ALARM = "alarm"
+"""Key in the store: a hang was found."""
 
-FLIGHT = "flight"
-"""Folder for the last collectives, among the logs of an attempt."""
+SAVED = "saved"
+"""Key in the store: the step of rank 0's last complete checkpoint."""
 
-STORE_TIMEOUT, COMPARE_TIMEOUT = 5.0, 5.0
-"""Seconds for an answer of the store, whose machine may be gone, and for the comparison of collectives, which takes
-minutes with thousands of ranks while the restart waits for this process."""
+COMPILING = "compiling"
+"""Key in the store: the rank that compiles, and its beat."""
+
+STORE_TIMEOUT = 5.0
+"""Seconds for an answer of the store, whose machine may be gone."""
 
 
 class Watch:
     """A context in which this rank beats, and watches for a hang of any rank. All ranks enter it together.
-    After an alarm: diagnose, explain, is_within_reach, kill_frozen, write_collectives, compare_collectives.
 
     Args:
         timeout: seconds without any change on this rank that count as a hang. 0: beat, but do not watch.
@@ -62,7 +55,9 @@ class Watch:
         saved: is called on each node with the step of each checkpoint that rank 0 has completed.
 
     Attributes:
-        outlook: on all ranks, once :meth:`explain` has returned; None if the other ranks cannot be asked.
+        store: the part of it that is the watch's.
+        interval: seconds between two beats.
+        first_beats: of all ranks, when they entered.
     """
 
     def __init__(
@@ -77,19 +72,17 @@ class Watch:
         self.timeout, self.world, self.logs = timeout, world, logs
         self.interval = max(1.0, world.world_size / 500)  # the store serves some thousand requests a second
         self._alarmed, self._saved = alarmed, saved
-        self._store = PrefixStore("watch", store) if store else None
+        self.store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
-        self._announced, self._seen = 0, 0  # steps of checkpoints: one to announce (0: none), the last one read of
+        self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of the last checkpoint: here, told, read of
         self._compiling = b""  # the last value read at COMPILING
-        self._first_beats, self._frozen = list[Beat](), list[Beat]()  # all ranks at the start; those to kill
-        self.outlook: Outlook | None = None
-        self._diagnosing = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
+        self.first_beats: list[Beat] = []
 
     def __enter__(self) -> Watch:
-        self._first_beats = self.world.gather(self._beat_now(0))
+        self.first_beats = self.world.gather(beat_now(self.world))
         heartbeat.start(self.world.rank, self._stopped, self.timeout)
-        if self._store:
-            threading.Thread(target=self._beat, args=(self._store.clone(),), name="beat", daemon=True).start()
+        if self.store:
+            threading.Thread(target=self._beat, args=(self.store.clone(),), name="beat", daemon=True).start()
         if self.timeout:
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
         return self
@@ -102,70 +95,12 @@ class Watch:
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):
-            if "_stacks" in self.__dict__ and Path(self._stacks.name).stat().st_size == 0:
-                Path(self._stacks.name).unlink()
+            if "stacks" in self.__dict__ and Path(self.stacks.name).stat().st_size == 0:
+                Path(self.stacks.name).unlink()
 
     def announce_saved(self, step: int) -> None:
         """Tell all nodes of a complete checkpoint, with rank 0's next beat."""
-        self._announced = step
-
-    def diagnose(self) -> None:
-        """Start to write this rank's stacks and to find out which rank is where, after an alarm; returns at once."""
-        self._diagnosing.start()
-
-    def explain(self) -> str:
-        """Return which rank is where, once :meth:`diagnose` knows; the lowest live rank prints it."""
-        self._diagnosing.join(STORE_TIMEOUT + 3 * self.interval)
-        me = self.world.rank
-        here = describe({me: self._beat_now(0)}, [])
-        # the store is on rank 0's node, so suspect rank 0 if it does not answer
-        silent = "rank 0 does not answer any more, or the network is down" if me else "the job's store does not answer"
-        found = self.outlook or Outlook(f"{silent}; {here}", me, self._first_beats[:1] if me else [], [])
-        self._frozen = found.frozen
-        text = f"no progress for {self.timeout:g} s: {found.where}; stacks are in {self.logs}"
-        if me == found.lowest:
-            print(f"evenkeel: {text}", file=sys.stderr, flush=True)
-        return text
-
-    def write_collectives(self) -> None:
-        """Write the last collectives. Must come last, because torch may hang in this too."""
-        with contextlib.suppress(Exception):
-            (self.logs / f"rank-{self.world.rank}.collectives.json").write_bytes(flight_recorder.as_json())
-            flight_recorder.write(self.logs / FLIGHT, self.world.rank)
-
-    def compare_collectives(self) -> None:
-        """Log the verdict of `torchfrtrace` on the collectives of all ranks, on the lowest live rank."""
-        if not self.outlook or self.world.rank != self.outlook.lowest or self.world.world_size == 1:
-            return
-        frozen = {(beat.host, beat.pid) for beat in self._frozen}
-        live = [rank for rank, beat in enumerate(self._first_beats) if (beat.host, beat.pid) not in frozen]
-
-        def compare() -> None:
-            # an assertion in torch ends the analysis of some traces, and older releases have no analysis
-            with contextlib.suppress(Exception):
-                for line in flight_recorder.verdicts(self.logs / FLIGHT, self.world.world_size, live):
-                    log.info("flight recorder: %s", line)
-                    print(f"evenkeel: flight recorder: {line}", file=sys.stderr, flush=True)
-
-        comparing = threading.Thread(target=compare, name="compare", daemon=True)
-        comparing.start()
-        comparing.join(COMPARE_TIMEOUT)
-
-    def is_within_reach(self) -> bool:
-        """Whether each frozen rank is on a node with a live rank, which can kill it; else its node may be gone."""
-        frozen = {(beat.host, beat.pid) for beat in self._frozen}
-        alive = {beat.host for beat in self._first_beats if (beat.host, beat.pid) not in frozen}
-        return self.outlook is not None and {host for host, _ in frozen} <= alive
-
-    def kill_frozen(self) -> None:
-        """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
-        for beat in self._frozen:
-            found = stat(beat.pid) if beat.host == socket.gethostname() else None
-            above = stat(found.parent) if found else None
-            parents = (found and found.parent, above and above.parent)  # torchrun, or the keeper below it
-            if keeper_link.launcher() in parents:  # still that process, and of our torchrun
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(beat.pid, signal.SIGKILL)
+        self._saved_here = step
 
     def _beat(self, store: Store) -> None:
         count = 0
@@ -179,16 +114,12 @@ class Watch:
                 with contextlib.suppress(RuntimeError):
                     store = store.clone()  # one slow answer must not silence a healthy rank for ever
 
-    def _beat_now(self, count: int) -> Beat:
-        device = device_name(self.world.device) if self.world.device.type == "cuda" else ""
-        return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), node_name(), device)
-
     def _report_and_read(self, store: Store, count: int) -> None:
         """Report on this rank, and read of checkpoints, compilations and alarms."""
-        store.set(f"rank/{self.world.rank}", json.dumps(asdict(self._beat_now(count))))
-        if announced := self._announced:
-            store.set(SAVED, str(announced))
-            self._announced = 0 if self._announced == announced else self._announced
+        store.set(f"rank/{self.world.rank}", json.dumps(asdict(beat_now(self.world, count))))
+        if (step := self._saved_here) > self._announced:
+            store.set(SAVED, str(step))
+            self._announced = step
         if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > self._seen:
             self._seen = step
             self._saved(step)
@@ -212,7 +143,7 @@ class Watch:
                 changes, idle = activity.changes, 0.0
                 with contextlib.suppress(OSError):
                     # if even this thread cannot run, faulthandler writes the stacks without Python
-                    faulthandler.dump_traceback_later(self.timeout * 1.5, file=self._stacks)
+                    faulthandler.dump_traceback_later(self.timeout * 1.5, file=self.stacks)
             else:
                 idle += tick  # by ticks, because a suspended process is not a hanging one
             if idle >= self.timeout:
@@ -220,31 +151,9 @@ class Watch:
         if not self._stopped.is_set():
             self._alarmed()
 
-    def _diagnose(self) -> None:
-        with contextlib.suppress(Exception):  # a full disk, say
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.dump_traceback(self._stacks, all_threads=True)
-        with contextlib.suppress(RuntimeError):  # the store does not answer
-            self.outlook = self._compare_beats()
-
-    def _compare_beats(self) -> Outlook:
-        """Read all ranks' last beats twice to see which stand still; clocks of machines are not compared."""
-        if not self._store:
-            return Outlook(describe({0: self._beat_now(0)}, []), 0, [], [])
-        store = self._store.clone()
-        store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
-        store.set(ALARM, "")
-        names = [f"rank/{rank}" for rank in range(self.world.world_size)]
-        first = store.multi_get(names)
-        time.sleep(2.5 * self.interval)
-        second = store.multi_get(names)
-        beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second)}
-        frozen = [rank for rank in beats if first[rank] == second[rank]]
-        lowest = min(beats.keys() - frozen, default=0)
-        return Outlook(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
-
     @cached_property
-    def _stacks(self) -> IO[bytes]:
+    def stacks(self) -> IO[bytes]:
+        """This rank's file for stacks, opened when it is needed."""
         return (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
 
 

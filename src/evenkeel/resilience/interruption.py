@@ -50,9 +50,9 @@ class Interruption:
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.reason = ""
-        """The reason why this process is ending, if it is: a signal's name, or a hang."""
+        """Why this process is ending, if it is: a signal's name, a hang, an error, or REGROUPING."""
         self._rescue: Callable[[str], None] = lambda _signal: None
-        self._first, self._parent = threading.Lock(), os.getppid()
+        self._deciding, self._parent = threading.Lock(), os.getppid()
         self._pipe, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -62,9 +62,9 @@ class Interruption:
         ignores_hangup = survives_the_terminal(keeper_link.launcher() if launched else os.getpid())
         for number in STOP_SIGNALS:
             if not (number == signal.SIGHUP and ignores_hangup):
-                _take(number)
+                _receive(number)
         if keeper_link.has_keeper():
-            _take(keeper_link.REGROUP)
+            _receive(keeper_link.REGROUP)
         if launched:
             die_with_parent(signal.SIGTERM)  # else workers outlive a torchrun that dies
         threading.Thread(target=self._watch, name="interruption", daemon=True).start()
@@ -78,19 +78,19 @@ class Interruption:
 
         A thread calls `rescue`, which has `grace` seconds, and exits with the code.
         """
-        with self._first:
+        with self._deciding:
             if self.reason:
                 return
             self.reason = reason
         threading.Thread(target=self._end, args=(rescue, code), name="rescue", daemon=True).start()
         threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
 
-    def await_end(self) -> None:
-        """Wait in the main thread after an error, and do not return, if the process is ending already.
+    def claim_end(self) -> None:
+        """Make an error in the main thread the reason of the end; signals then have no more effect.
 
-        Otherwise the process ends because of the error, and signals have no more effect.
+        If the process is ending already, wait for that, and do not return.
         """
-        with self._first:
+        with self._deciding:
             if not self.reason:
                 self.reason = "an error"
                 return
@@ -137,11 +137,11 @@ class Resident(Interruption):
         """Warn, and do not end."""
         log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)
 
-    def await_end(self) -> None:
+    def claim_end(self) -> None:
         """Return at once, because nothing ends the process."""
 
 
-def _take(number: signal.Signals) -> None:
+def _receive(number: signal.Signals) -> None:
     signal.signal(number, lambda *_: None)
     signal.siginterrupt(number, False)
 
@@ -156,7 +156,7 @@ def _exit_now(code: int, last_line: str = "", output_timeout: float | None = Non
         with contextlib.suppress(Exception):
             display.stop()
         with contextlib.suppress(Exception):  # the same Ctrl-C may have ended the reader
-            print(f"evenkeel: {last_line}\n" * bool(last_line), end="", file=sys.stderr)
+            print(f"evenkeel: {last_line}\n" if last_line else "", end="", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

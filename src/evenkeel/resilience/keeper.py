@@ -87,7 +87,7 @@ class Keeper:
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
         # forks; consecutive ones without progress; the furthest first step of any trainer
-        self._forks, self._fruitless, self._reached = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
+        self._forks, self._fruitless, self._furthest_start = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
         self._stop_time, self._stop_signal = 0.0, 0
         """The time of the first stop signal, and its number; 0: none has come."""
         self._exit_at_once = False
@@ -96,7 +96,7 @@ class Keeper:
         """The time at which the trainer got REGROUP; 0: it has not."""
         self._messages: dict[str, str] = {}
         """The last value of each message from the trainer."""
-        self._text = b""
+        self._partial_line = b""
         """The part of the next message that has been read."""
 
     def keep(self) -> None:
@@ -109,7 +109,7 @@ class Keeper:
         if "WORLD_SIZE" in os.environ and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             hold_store(self._rank, self._world_size)
         while True:
-            code = os.waitstatus_to_exitcode(self._await(self._fork(before)))
+            code = os.waitstatus_to_exitcode(self._attend(self._fork(before)))
             self._memory.take(self._messages.get("memory", ""))
             if code == UNFORKABLE and not self._messages:
                 break
@@ -124,7 +124,7 @@ class Keeper:
                 written = self._await_written()
                 if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
-                os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._reached])
+                os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._furthest_start])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
         end_store()
@@ -135,7 +135,7 @@ class Keeper:
         """Fork a trainer, which does not return from here. Returns its pid."""
         self._pipe, sending = os.pipe()
         os.set_blocking(self._pipe, False)
-        self._messages, self._regroup_time, self._text = {}, 0.0, b""
+        self._messages, self._regroup_time, self._partial_line = {}, 0.0, b""
         self._peers.join("")
         self._memory.prepare()
         for stream in (sys.stdout, sys.stderr):
@@ -154,11 +154,11 @@ class Keeper:
         if self._forks:  # the imports before the first are part of its start
             activity.begin()
         keeper_link.open_link(sending, launcher, self._forks)
-        self._memory.enter()
+        self._memory.hand_over()
         self._train()
         raise AssertionError("the main program has returned")
 
-    def _await(self, pid: int) -> int:
+    def _attend(self, pid: int) -> int:
         """Wait for the trainer's end; meanwhile pass on stop signals, and ask it to leave if another rank has died."""
         heeded = self._stops | {signal.SIGCHLD}
         while True:
@@ -185,8 +185,8 @@ class Keeper:
         """Read the trainer's messages."""
         with contextlib.suppress(BlockingIOError):
             while some := os.read(self._pipe, 1 << 16):
-                self._text += some
-        *lines, self._text = self._text.split(b"\n")
+                self._partial_line += some
+        *lines, self._partial_line = self._partial_line.split(b"\n")
         for line in lines:
             message, _, value = line.decode(errors="surrogateescape").partition(" ")
             self._messages[message] = value
@@ -198,9 +198,9 @@ class Keeper:
                 self._grace = float(value)
             elif message == "progress":
                 self._memory.discard()
-                if int(value) > self._reached:
+                if int(value) > self._furthest_start:
                     # repeating steps is no progress: without a new checkpoint a run may die at one step for ever
-                    self._reached, self._fruitless = int(value), 0
+                    self._furthest_start, self._fruitless = int(value), 0
 
     def _stopped_within(self, seconds: float) -> bool:
         """Wait; return whether a stop signal has come."""
@@ -209,7 +209,8 @@ class Keeper:
         return bool(self._stop_time)
 
     def _record_stop(self, number: int) -> None:
-        """Only a second Ctrl-C cuts the wait short, which torchrun passes on as SIGTERM; a SIGTERM may be repeated."""
+        """Record a stop signal. A later one means "exit at once" only if one of the two is SIGINT: torchrun passes
+        Ctrl-C on as SIGTERM, and plain SIGTERMs may be repeated."""
         now = time.monotonic()
         if not self._stop_time:
             self._stop_time, self._stop_signal = now, number
@@ -231,10 +232,10 @@ class Keeper:
                 self._say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
                 break
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
-                announced, again = True, "again " * (self._stop_signal == signal.SIGINT)
+                announced, press = True, "press Ctrl-C again" if self._stop_signal == signal.SIGINT else "press Ctrl-C"
                 self._say(
-                    f"{_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the disk; "
-                    f"press Ctrl-C {again}to exit without it"
+                    f"{_signal_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the "
+                    f"disk; {press} to exit without it"
                 )
             self._stopped_within(0.01)
         return True
@@ -247,7 +248,7 @@ class Keeper:
             return not self._peers.await_all(self._stopped_within)
         why = ""
         if code < 0 and not self._regroup_time:
-            why = f"was killed by {_name(-code)}"
+            why = f"was killed by {_signal_name(-code)}"
         elif "hang" in self._messages:
             why = "ended because of a hang"
         elif not self._regroup_time and not ("lost" in self._messages and self._is_confirmed()):
@@ -303,7 +304,7 @@ def _await_signal(numbers: Collection[int], seconds: float) -> int | None:
     return found.si_signo if found and found.si_signo in numbers else None
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     with contextlib.suppress(ValueError):  # a real-time signal
         return signal.Signals(number).name
     return f"signal {number}"

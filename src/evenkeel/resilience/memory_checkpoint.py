@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -29,6 +30,11 @@ from ..common.processes import name_process
 
 TRIES = 3
 """Number of children that try to write a state to the disk, one after the other, if they are killed."""
+
+
+SLOT_HEAD = struct.Struct("<qqqq")
+"""The head of a slot: the step (0 while it is not whole), where the tensors end, and the bytes of layout and of plain
+data after them."""
 
 
 class MemoryCheckpoint(NamedTuple):
@@ -69,15 +75,14 @@ class RankMemory:
         self._previous: MemoryCheckpoint | None = None
         self._slots: list[int] = []
 
-    def enter(self, descriptor: int, previous: MemoryCheckpoint | None, slots: list[int]) -> None:
+    def inherit(self, descriptor: int, previous: MemoryCheckpoint | None, slots: list[int]) -> None:
         """Take over these files from the keeper that has forked this rank."""
         self.descriptor, self._previous, self._slots = descriptor, previous, slots
         os.register_at_fork(after_in_child=self._disown)  # or loader processes would keep it allocated
 
     def slots(self) -> list[int]:
-        """Files in memory, with what the previous rank of this keeper has left there: two for its rows, two for
-        another's (--replicate). Without a keeper: new ones."""
-        return self._slots or [os.memfd_create("slot") for _ in range(4)]
+        """The slots, with what the previous rank of this keeper has left there. Without a keeper: new ones."""
+        return self._slots or new_slots()
 
     def store(self, write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
         """Store a state for the keeper, in place of the last one.
@@ -138,6 +143,17 @@ class RankMemory:
 rank_memory = RankMemory()
 
 
+def new_slots() -> list[int]:
+    """Make the files for the slots of a rank: two for its rows, two for another rank's (--replicate)."""
+    return [os.memfd_create("slot") for _ in range(4)]
+
+
+def step_in(slot: int) -> int:
+    """The step of the state in a slot, a descriptor; 0: none is whole."""
+    head = os.pread(slot, SLOT_HEAD.size, 0)
+    return int(SLOT_HEAD.unpack(head)[0]) if head else 0
+
+
 def open_first(offers: Iterable[Offer]) -> IO[bytes] | None:
     """Open the first of these that this process can read. It stays readable if the rank that offers it dies."""
     for each in offers:
@@ -170,14 +186,14 @@ class KeeperMemory:
         """Allocate the memory of the trainer that is forked next."""
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then the trainer writes to the disk
             self._trainer_descriptor = os.memfd_create("state")
-            self._slots = self._slots or rank_memory.slots()
+            self._slots = self._slots or new_slots()
 
-    def enter(self) -> None:
+    def hand_over(self) -> None:
         """Give the trainer its memory to write to, and its predecessor's state; called in the trainer."""
-        being_written = {found.descriptor for found, _ in self._writers.values()}
+        being_written = {checkpoint.descriptor for checkpoint, _ in self._writers.values()}
         for descriptor in being_written - {self._checkpoint and self._checkpoint.descriptor}:
             os.close(descriptor)
-        rank_memory.enter(self._trainer_descriptor, self._checkpoint, self._slots)
+        rank_memory.inherit(self._trainer_descriptor, self._checkpoint, self._slots)
         keeper = os.getppid()
 
         def save_orphaned() -> None:
@@ -203,52 +219,58 @@ class KeeperMemory:
 
     def save_slots(self) -> None:
         """Start to write what is in the slots, because no trainer will be forked that could."""
-        if found := self._in_slots():
-            self._write(found, TRIES)
+        if checkpoint := self._in_slots():
+            self._write(checkpoint, TRIES)
 
     def _in_slots(self) -> MemoryCheckpoint | None:
-        steps = [int.from_bytes(os.pread(each, 8, 0), "little") for each in self._slots]
+        steps = [step_in(each) for each in self._slots]
         return MemoryCheckpoint(self._slots[0], {"step": max(steps), "slots": self._slots}) if any(steps) else None
 
-    def _write(self, found: MemoryCheckpoint, tries: int) -> None:
+    def _write(self, checkpoint: MemoryCheckpoint, tries: int) -> None:
         if pid := os.fork():
-            self._writers[pid] = found, tries - 1
+            self._writers[pid] = checkpoint, tries - 1
             return
         name_process("writer")
         try:
-            self._save(found)
+            self._save(checkpoint)
         except BaseException:
             traceback.print_exc()
+            os._exit(1)
         os._exit(0)
 
     def discard(self) -> None:
         """Free the stored state: the run has come further. What is still being written is freed afterwards."""
-        found, self._checkpoint = self._checkpoint, None
-        self._close_unused(found)
+        checkpoint, self._checkpoint = self._checkpoint, None
+        self._close_unused(checkpoint)
 
-    def _close_unused(self, found: MemoryCheckpoint | None) -> None:
+    def _close_unused(self, checkpoint: MemoryCheckpoint | None) -> None:
         being_written = [each for each, _ in self._writers.values()]
-        if found and found != self._checkpoint and found not in being_written:
-            os.close(found.descriptor)
+        if checkpoint and checkpoint != self._checkpoint and checkpoint not in being_written:
+            os.close(checkpoint.descriptor)
 
     def reap(self) -> list[int]:
-        """Collect children that have ended, and start another for one that was killed: without a checkpoint of an
-        evaluated step, that step could not be the best. Returns the steps that are still being written."""
-        for pid, (found, tries) in list(self._writers.items()):
+        """Collect children that have ended; returns the steps that are still being written.
+
+        Start another one in place of a killed one: the step may have been evaluated, and without a checkpoint it cannot
+        be kept as the best.
+        """
+        for pid, (checkpoint, tries) in list(self._writers.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
                 continue
             del self._writers[pid]
             if os.WIFSIGNALED(status) and tries:
-                self._write(found, tries)
+                self._write(checkpoint, tries)
                 continue
-            if os.WIFSIGNALED(status):
-                last = f"the last of them by signal {os.WTERMSIG(status)}"
+            if status:
+                why = f"the process that wrote step {checkpoint.step} failed, see the traceback"
+                if os.WIFSIGNALED(status):
+                    last = f"the last of them by signal {os.WTERMSIG(status)}"
+                    why = f"{TRIES} processes that wrote step {checkpoint.step} were killed, {last}"
                 with contextlib.suppress(OSError):
-                    what = f"{TRIES} processes that wrote step {found.step} were killed, {last}"
-                    print(f"evenkeel: NOT SAVED: {what}", file=sys.stderr, flush=True)
-            self._close_unused(found)
-        return sorted({found.step for found, _ in self._writers.values()})
+                    print(f"evenkeel: NOT SAVED: {why}", file=sys.stderr, flush=True)
+            self._close_unused(checkpoint)
+        return sorted({checkpoint.step for checkpoint, _ in self._writers.values()})
 
     def kill_writers(self) -> None:
         """Kill the children that still write. Does not wait for their end, which a slow disk may delay."""

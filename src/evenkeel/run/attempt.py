@@ -38,7 +38,7 @@ from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint
 from .records import read_facts, recorded_options
 from .resume import Resume
-from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, check, claim, has_begun, launch_token
+from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, claim, has_begun, launch_token, prepare_folder
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
@@ -78,7 +78,7 @@ class Attempt:
         data: compares the samples among ranks and with earlier attempts.
         checkpoints: the run's on this node.
         compiled: with --compile.
-        logs: folder of this attempt's logs, once it has begun.
+        logs: folder of logs; of this attempt's, once it has begun.
         hosts: the host name of each rank, once it has begun.
 
     Raises:
@@ -103,7 +103,7 @@ class Attempt:
         run = Identity(self.options, task.harmless, self.data.samples, task.earlier, self.data.order)
         self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
-            check(self.path, run, config.fresh)
+            prepare_folder(self.path, run, config.fresh)
         facts = fingerprint(task, world.device)
         if (gpus := len(replicas(config.strategy, world.device))) > 1:
             facts["strategy"] = f"dp on {gpus} GPUs"
@@ -116,15 +116,14 @@ class Attempt:
         best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
         more = {"keep_best": config.keep_best, "keep_every": config.keep_every}
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, facts, **more)
+        self.logs = self.path / "logs"
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         self.harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
-    def __enter__(self) -> None:
-        """Keep the folder's lock to the end of the block."""
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Unlock the run's folder, for a process that goes on after the run."""
         if self.directory:
             self.directory.release()
 
@@ -140,21 +139,21 @@ class Attempt:
         """
         before = self._gather_records()
         anew = self.config.fresh and not has_begun(before.newest, before.tokens)
-        note = self._unpack_compiled(anew)
+        compiled_warning = self._unpack_compiled(anew)
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare({} if anew else before.newest)
-        said = self._decide_cut(before, find_micro_batch)
+        cut_line = self._decide_cut(before, find_micro_batch)
         self._refuse_other_bits(before.newest)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
         if self._finished(status):
             self._print_finished(status)
             return True
-        uneven = self._start_logging(status, note)
+        uneven_warning = self._start_logging(status, compiled_warning)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
         self._end_crash_loop(status)
-        self._start_tracking(uneven, said)
+        self._start_tracking(uneven_warning, cut_line)
         return False
 
     def record_order(self, epoch: int) -> None:
@@ -169,7 +168,7 @@ class Attempt:
         return Records([token for token, _ in everywhere], [status for _, status in everywhere])
 
     def _unpack_compiled(self, anew: bool) -> str:
-        """Unpack compiled code once on each node; its other ranks wait for the next collective. Returns a warning."""
+        """Unpack compiled code once on each node; its other ranks wait in the next collective. Returns a warning."""
         return self.compiled.unpack(begins=anew) if self.compiled and self.world.local_rank == 0 else ""
 
     def _refuse_other_options(self) -> None:
@@ -209,17 +208,19 @@ class Attempt:
         status = directory.status
         if self._finished(status):
             return status
-        facts: dict[str, Any] = {"total_steps": self.plan.total_steps, "threads": torch.get_num_threads()}
-        facts |= {"micro_batch": self.plan.micro_batch, "micro_batches": self.plan.full_count}
-        facts |= {"samples": self.data.samples, "order": self.data.order, "digests": self.data.digests}
-        facts["restarts_in_place"] = status.get("restarts_in_place", 0) + (keeper_link.restarts() > 0)
+        facts: dict[str, Any] = {
+            "total_steps": self.plan.total_steps, "threads": torch.get_num_threads(),
+            "micro_batch": self.plan.micro_batch, "micro_batches": self.plan.full_count,
+            "samples": self.data.samples, "order": self.data.order, "digests": self.data.digests,
+            "restarts_in_place": status.get("restarts_in_place", 0) + (keeper_link.restarts() > 0),
+        }  # fmt: skip
         if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
         directory.begin(self.options, before.tokens, **facts)
         return directory.status
 
-    def _start_logging(self, status: dict[str, Any], note: str) -> str:
+    def _start_logging(self, status: dict[str, Any], warning: str) -> str:
         """On every rank: start its log with this warning, and on a node without rank 0 copy the facts of the run.
         Returns a line if GPUs differ; raises Ended on all ranks if a node cannot write."""
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
@@ -233,8 +234,8 @@ class Attempt:
         for _, ended in everywhere:
             if ended:
                 raise ended
-        if note:
-            log.warning("%s", note)
+        if warning:
+            log.warning("%s", warning)
         return explain_uneven([device.kind for device, _ in everywhere])
 
     def _write_log(self, status: dict[str, Any]) -> None:
@@ -266,13 +267,13 @@ class Attempt:
         if self.config.fresh:  # then only a restart of this launch finds its own run
             continued = [status for status in continued if has_begun(status, before.tokens)]
         recorded = max(continued, key=_attempts, default={})
-        config, said = self._cutter(recorded), ""
+        config, line = self._cutter(recorded), ""
         if config.micro_batch == "auto":
             found = recorded.get("micro_batch", 0)
             if not found:
                 assert find_micro_batch
                 activity.enter(START_UP, "--micro-batch auto")
-                found, said = find_micro_batch()
+                found, line = find_micro_batch()
             config = replace(config, micro_batch=int(found))
         if not config.threads and recorded.get("threads"):
             torch.set_num_threads(recorded["threads"])
@@ -281,14 +282,14 @@ class Attempt:
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)
         self.checkpoints.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
-        return said
+        return line
 
     def _finished(self, status: dict[str, Any]) -> bool:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
         return status.get("state") == "finished" and bool(over)
 
     def _print_finished(self, status: dict[str, Any]) -> None:
-        early = " early" * status.get("stopped_early", False)
+        early = " early" if status.get("stopped_early") else ""
         self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
 
     def _end_crash_loop(self, status: dict[str, Any]) -> None:
@@ -304,8 +305,8 @@ class Attempt:
                 self.directory.update("failed", reason=reason)
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
-    def _start_tracking(self, uneven: str, said: str) -> None:
-        """Start the tracker on rank 0, and log warnings, `uneven` GPUs among them, and what is `said` of the cut."""
+    def _start_tracking(self, uneven_warning: str, cut_line: str) -> None:
+        """Start the tracker on rank 0, and log warnings and how the cut was found; both lines may be ""."""
         if not self.directory:
             return
         config, plan, world = self.config, self.plan, self.world
@@ -315,11 +316,12 @@ class Attempt:
             self.tracker.own_trackers[name] = partial(make, self.path.name, self.path, self.options)
         if damage := self.directory.trouble:
             log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
-        for line in filter(None, (uneven, self.data.warning(), *warnings_at_start(config, plan, world, self.sets))):
+        at_start = warnings_at_start(config, plan, world, self.sets)
+        for line in filter(None, (uneven_warning, self.data.warning(), *at_start)):
             log.warning("%s", line)
-        if said:
-            self.tracker.say(said)
-            self.tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=said)
+        if cut_line:
+            self.tracker.say(cut_line)
+            self.tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=cut_line)
 
     def print(self, text: str) -> None:
         """Print a line on stdout, from rank 0."""

@@ -38,7 +38,7 @@ from ..training.recomputation import recompute
 from ..training.refresh import Refresh, refuse_unrefreshable
 from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.shares import refuse_unequal
-from ..training.state import State, divide
+from ..training.state import State
 from ..training.task import Classification, Task
 from ..training.task_data import evaluation_sets, has_own_collate, training_set
 from ..training.task_state import TaskState
@@ -203,7 +203,7 @@ def shard(state: State, task: Task, world: World, config: Config, no_meta: str) 
         )  # fmt: skip
     average = state.average.model if state.average else None
     ranks = shard_size(config, world.world_size)
-    divide(state, Sharding(state.model, average, state.optimizers, task, world, config.precision, ranks))
+    state.divide(Sharding(state.model, average, state.optimizers, task, world, config.precision, ranks))
 
 
 def find_micro_batch(

@@ -83,8 +83,8 @@ class Checkpoints:
     folder: Path
     keep: int
     """Newest ones to keep, besides the best ones."""
-    best: tuple[str, str] | None
-    """(metric, "max" or "min") that decides which one is best. None: none."""
+    best_by: tuple[str, str] | None
+    """(metric, "max" or "min") that decides which one is best; without its set, the test set's. None: none."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Written into each manifest, like the next field."""
     bits_void_from: int | None = None
@@ -93,10 +93,9 @@ class Checkpoints:
     keep_every: int = 0
     """Keep those whose step is a multiple of this for ever; 0: none."""
 
-    @property
-    def best_by(self) -> tuple[str, str] | None:
-        """`best` with the full name of the metric."""
-        return (full_name(TEST, self.best[0]), self.best[1]) if self.best else None
+    def __post_init__(self) -> None:
+        if self.best_by:
+            self.best_by = full_name(TEST, self.best_by[0]), self.best_by[1]
 
     @property
     def place(self) -> str:
@@ -153,9 +152,9 @@ class Checkpoints:
         Called on a node without rank 0. On a shared file system the folder is rank 0's too, so planned checkpoints and
         the snapshots of other hosts stay.
         """
-        for path, found in self._manifests():
-            mine = (found.kind, found.host) == ("snapshot", socket.gethostname())
-            if mine and found.step < before and not found.kept_for_ever:
+        for path, manifest in self._manifests():
+            mine = (manifest.kind, manifest.host) == ("snapshot", socket.gethostname())
+            if mine and manifest.step < before and not manifest.kept_for_ever:
                 self._delete(path)
 
     @contextlib.contextmanager
@@ -186,10 +185,32 @@ class Checkpoints:
                 files = {STATE: dump(dict(state), file)}
                 os.fsync(file.fileno())
             write_json(temporary / MANIFEST, asdict(replace(self.manifest(step, metrics, kind), files=files)))
-            publish(self, temporary, final, kind)
+            self.publish(temporary, final, kind)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
+
+    def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
+        """Give a folder with all files of a checkpoint its name, and delete old self."""
+        old = self.folder / f".{final.name}.old"
+        again = kind == "checkpoint" or not (final / MANIFEST).exists()
+        if again and final.exists():  # the same step, written by an earlier attempt
+            shutil.rmtree(old, ignore_errors=True)
+            final.replace(old)
+        try:
+            temporary.replace(final)
+        except OSError as error:
+            # not if another writer was faster: after the same step all ranks have the same state
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                if old.exists() and not final.exists():
+                    old.replace(final)
+                raise
+        sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+        kept = {*self.best_paths(), *(path for path, manifest in self._manifests() if manifest.kept_for_ever)}
+        for path in self.all()[: -self.keep]:
+            if path not in kept:
+                self._delete(path)
 
     def _delete(self, path: Path) -> None:
         """Rename a checkpoint, then delete it; one that cannot be deleted stays."""
@@ -200,7 +221,7 @@ class Checkpoints:
 
     def newest_manifest(self) -> Manifest | None:
         """The newest readable manifest; its files are not checked."""
-        return next((found for _, found in self._manifests()), None)
+        return next((manifest for _, manifest in self._manifests()), None)
 
     def _manifests(self) -> Iterator[tuple[Path, Manifest]]:
         """Yield the checkpoints whose manifest can be read, the newest first."""
@@ -234,35 +255,14 @@ class Checkpoints:
 
     def _scores(self) -> dict[Path, float]:
         """Each checkpoint's score, newest first."""
-        return {path: self._score(found.metrics) for path, found in self._manifests()}
+        return {path: self._score(manifest.metrics) for path, manifest in self._manifests()}
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         """The deciding metric, with a sign so that greater is better; -inf if it is missing or NaN."""
         value = named(TEST, metrics).get(self.best_by[0], math.nan) if self.best_by else math.nan
         if math.isnan(value):
             return -math.inf
-        return value if self.best and self.best[1] == "max" else -value
-
-
-def publish(checkpoints: Checkpoints, temporary: Path, final: Path, kind: Kind) -> None:
-    """Give a folder with all files of a checkpoint its name, and delete old checkpoints."""
-    old = checkpoints.folder / f".{final.name}.old"
-    again = kind == "checkpoint" or not (final / MANIFEST).exists()
-    if again and final.exists():  # the same step, written by an earlier attempt
-        shutil.rmtree(old, ignore_errors=True)
-        final.replace(old)
-    try:
-        temporary.replace(final)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        # another writer was faster; after the same step all ranks have the same state
-    sync_folder(checkpoints.folder)
-    shutil.rmtree(old, ignore_errors=True)
-    kept = {*checkpoints.best_paths(), *(path for path, found in checkpoints._manifests() if found.kept_for_ever)}
-    for path in checkpoints.all()[: -checkpoints.keep]:
-        if path not in kept:
-            checkpoints._delete(path)
+        return value if self.best_by and self.best_by[1] == "max" else -value
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -307,11 +307,11 @@ def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: 
         try:
             if (size := file.stat().st_size) != written.bytes:
                 raise Damaged(f"{file}: has {size} bytes, should have {written.bytes} bytes")
-            found = sha256_of(file, advance)
+            digest = sha256_of(file, advance)
         except OSError as error:
             raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
-        if found != written.sha256:
-            raise Damaged(f"{file}: sha256 is {found}, the manifest says {written.sha256}")
+        if digest != written.sha256:
+            raise Damaged(f"{file}: sha256 is {digest}, the manifest says {written.sha256}")
     return manifest
 
 

@@ -29,7 +29,7 @@ class RankData(NamedTuple):
     changed_epoch: str
     """The epoch whose order differs from what the run has used; "" if none does."""
     digests: Digests
-    accepts_other: bool
+    accepts_difference: bool
     """The rank's --other-data."""
 
 
@@ -54,7 +54,7 @@ class DataCheck:
         self._listed = listed if isinstance(listed, Listed) else None
         self.digests: Digests = {}
         self._unsteady: list[str] = []
-        self._other = ""
+        self._accepted_difference = ""
         self._changes: Changes | None = None
 
     def read_digests(self, known: Mapping[str, Any]) -> None:
@@ -79,9 +79,9 @@ class DataCheck:
         known = before.get("digests", {})
         if difference(known, [there.digests for there in everywhere]):
             self._read(OFTEN)  # samples that are random at each read are sometimes the same twice
-            self._other = difference(known, self._world.gather(self.digests))
-            if self._other and not any(there.accepts_other for there in everywhere):
-                raise Refusal(f"--run-dir {self._path}: {self._other}")
+            self._accepted_difference = difference(known, self._world.gather(self.digests))
+            if self._accepted_difference and not any(there.accepts_difference for there in everywhere):
+                raise Refusal(f"--run-dir {self._path}: {self._accepted_difference}")
         self.digests = {**known, **self.digests}
 
     def _refuse_other(self, before: Mapping[str, Any], first: RankData, rank: int, there: RankData) -> None:
@@ -134,8 +134,8 @@ class DataCheck:
 
     def warning(self) -> str:
         """A warning about the data; empty if nothing is wrong."""
-        if self._other:
-            return f"--other-data: {self._other.partition(';')[0]}"
+        if self._accepted_difference:
+            return f"--other-data: {self._accepted_difference.partition(';')[0]}"
         if not self._unsteady:
             return ""
         return (
@@ -168,16 +168,16 @@ class DataCheck:
                 found = data_digest.digest_samples(self._config, {TRAINING: dataset}, times)[0]
                 mine = data_digest.of_tensors(dataset) or found.get(TRAINING)
                 everywhere = self._world.gather(mine)
-                if not (other := _other(epoch, before, everywhere)):
+                if not (problem := _refresh_difference(epoch, before, everywhere)):
                     break
-        if other and not any(self._world.gather(self._config.other_data)):
-            raise Ended(other)
-        if other and self._changes:
-            log.warning("--other-data: %s", other.partition(";")[0])
+        if problem and not any(self._world.gather(self._config.other_data)):
+            raise Ended(problem)
+        if problem and self._changes:
+            log.warning("--other-data: %s", problem.partition(";")[0])
         if self._changes:
             others = {name: it for name, it in self.digests.items() if name != TRAINING}
             self._changes = Changes(self._config, {**self._sets, TRAINING: dataset}, {**others, **found})
-        return None if other else everywhere[0]
+        return None if problem else everywhere[0]
 
     def refuse_changed(self) -> None:
         """End the run on all ranks if data has changed since :meth:`watch`; with --other-data warn, once."""
@@ -197,7 +197,7 @@ class DataCheck:
         log.warning("--other-data: %s", changed)
 
 
-def _other(epoch: int, before: Digest | None, everywhere: Sequence[Digest | None]) -> str:
+def _refresh_difference(epoch: int, before: Digest | None, everywhere: Sequence[Digest | None]) -> str:
     """Say in a line that a rank has made other data for an epoch than rank 0, or than `before`; else empty."""
     remedy = (
         "make it of the model, the epoch, the task's state_dict() and torch's, NumPy's or Python's global generator "

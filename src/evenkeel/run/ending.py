@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..common.naming import shown
 from ..common.phases import CHECKPOINT, activity
 from ..common.processes import ends_with_traceback
 from ..distributed.exits import is_loss_of_a_rank, reason_of
+from ..resilience.diagnosis import Diagnosis
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
 from ..training.nonfinite import NonFinite
@@ -76,30 +77,32 @@ class Ending:
             self._saver.save_last(state, metrics)
             return
         activity.enter(CHECKPOINT)
-        early = state.step < attempt.plan.total_steps
-        why = f"stopped early at step {state.step}: {state.stopping.why()}" * early
+        early_reason = ""
+        if state.step < attempt.plan.total_steps:
+            early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
         try:
-            seconds = self._write_last(directory, metrics, why, weights or cpu_state_dict(state.best_model))
+            seconds = self._write_last(directory, metrics, early_reason, weights or cpu_state_dict(state.best_model))
         except OSError as error:
             raise Ended(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
                 f"{self._saver.checkpoints.newest_step()}; free space and run the same command again"
             ) from error
-        self._report_finished(tracker, metrics, seconds, why)
+        self._report_finished(tracker, metrics, seconds, early_reason)
 
     def _write_last(
-        self, directory: RunDirectory, metrics: dict[str, float], why: str, weights: dict[str, Tensor]
+        self, directory: RunDirectory, metrics: dict[str, float], early_reason: str, weights: dict[str, Tensor]
     ) -> dict[str, float]:
-        """Write the files of a finished run, with ``why`` it stopped early. Returns its ledger."""
+        """Write the files of a finished run, with the reason if it stopped early. Returns its ledger."""
         state, path = self._state, self._attempt.path
         self._saver.save_last(state, metrics)
         directory.advance("running", state.step)
         write_atomically(path / "model.pt", lambda file: dump(weights, file))
         summary = self._summary(directory, metrics) | {"weights_sha256": sha256(weights)}
-        summary |= {"stopped_early": bool(why)} | ({"reason": why} if why else {})
+        early = {"stopped_early": bool(early_reason)}
+        summary |= early | ({"reason": early_reason} if early_reason else {})
         write_json(path / "summary.json", summary)
         # a run that stopped early has no more steps, whatever the plan says
-        directory.advance("finished", state.step, total_steps=state.step, stopped_early=bool(why), reason=why)
+        directory.advance("finished", state.step, total_steps=state.step, reason=early_reason, **early)
         return dict(summary["ledger"])
 
     def _summary(self, directory: RunDirectory, metrics: dict[str, float]) -> dict[str, Any]:
@@ -126,10 +129,14 @@ class Ending:
         dead = spent["dead"]
         seconds = sum(spent.values()) - dead
         share = goodput_to_show(spent["productive"] / max(seconds, 1e-9), seconds + dead, tracker.attempt)
-        took = f"{seconds:.1f} s" + (f" ({100 * share:.0f} % of it training)" if share is not None else "")
-        took += f", and {dead:.0f} s while it was not running or hung" * (dead >= 1)
-        early, found = f", {why}" * bool(why), f": {shown(metrics)}" * bool(metrics)
-        self._attempt.print(f"finished in {took}{early}{found}  -> {self._attempt.path / 'model.pt'}")
+        took = f"{seconds:.1f} s"
+        if share is not None:
+            took += f" ({100 * share:.0f} % of it training)"
+        if dead >= 1:
+            took += f", and {dead:.0f} s while it was not running or hung"
+        took += f", {why}" if why else ""
+        result = f": {shown(metrics)}" if metrics else ""
+        self._attempt.print(f"finished in {took}{result}  -> {self._attempt.path / 'model.pt'}")
         tracker.send(self._state.step, self._best(metrics))
         tracker.close()
 
@@ -152,7 +159,8 @@ class Ending:
         if regroups:
             self._attempt.print(f"another rank died; {saved}; this rank starts again")
             return
-        more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
+        traceback = ends_with_traceback(keeper_link.launcher())
+        more = " (torchrun may print a traceback; that is not an error)" if traceback else ""
         self._attempt.print(f"stopped by {reason}; {saved}; the same command continues there{more}")
 
     def failed(self, error: BaseException) -> None:
@@ -182,49 +190,51 @@ class Ending:
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
         assert self.watch
-        self.watch.diagnose()  # in another thread, so that explaining the hang cannot delay the save
+        diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
         saved = self._rescue(in_place=keeper_link.has_keeper())
-        explanation = self.watch.explain()
-        if self.watch.is_within_reach():
+        explanation = diagnosis.explain()
+        if diagnosis.is_within_reach():
             keeper_link.send("hang")
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()
-        self.watch.kill_frozen()
-        self._record_for_frozen_rank_0(explanation)
-        known = self._attempt.directory.status if self._attempt.directory else {}
-        self._record_failure(Ended(explanation), saved, wrong_nodes=self._wrong_nodes(known))
-        self.watch.write_collectives()
-        self.watch.compare_collectives()
-
-    def _wrong_nodes(self, status: Mapping[str, Any]) -> dict[str, int]:
-        """How often which node was wrong, with this hang."""
-        outlook = self.watch and self.watch.outlook
-        return dict(Counter(status.get("wrong_nodes", {})) + Counter(outlook.blamed if outlook else ()))
-
-    def _record_for_frozen_rank_0(self, explanation: str) -> None:
-        """If rank 0 is frozen, the lowest live rank records the end in its place."""
-        outlook, file = self.watch and self.watch.outlook, self._attempt.path / "status.json"
-        if outlook and self._world.rank == outlook.lowest != 0:
+        diagnosis.kill_frozen()
+        blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"
+        if diagnosis.is_lowest and self._world.rank != 0:  # rank 0 is frozen, so this one records the end
             with contextlib.suppress(OSError):  # the file system may be the cause
-                if (status := read_facts(file)[0]).get("state") == "running":
-                    mark_failed(file, explanation, wrong_nodes=self._wrong_nodes(status))
+                if (known := read_facts(status)[0]).get("state") == "running":
+                    mark_failed(status, explanation, wrong_nodes=_wrong_nodes(known, blamed))
+        known = self._attempt.directory.status if self._attempt.directory else {}
+        self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(known, blamed))
+        diagnosis.write_collectives()
+        diagnosis.compare_collectives()
+
+    @property
+    def _step(self) -> int:
+        """The step reached; as recorded, if this attempt has not loaded it yet. Right on rank 0 only."""
+        known = self._attempt.directory.status if self._attempt.directory else {}
+        return self._state.step or int(known.get("step", 0))
 
     def _rescue(self, in_place: bool) -> str:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
     def _record_failure(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> str:
         self._record_end("failed", reason_of(error), FAILED, **facts)
-        self._attempt.print(f"{what} at step {self._state.step}; {saved}")
+        self._attempt.print(f"{what} at step {self._step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(self._attempt.path))}"
             self._attempt.print(f"to look into that step: {command} --step {self._state.step + 1}")
         return saved
 
     def _record_end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
-        directory, tracker, step = self._attempt.directory, self._attempt.tracker, self._state.step
+        directory, tracker = self._attempt.directory, self._attempt.tracker
         if not (directory and tracker) or directory.status.get("state") == "finished":
             return  # a signal after the end has no effect
         with contextlib.suppress(OSError):  # a disk too full even for this
-            directory.advance(name, step or directory.status.get("step", 0), reason=reason, **facts)
-        tracker.event({"stopped": "stop", "failed": "failure"}[name], step, reason=reason)
+            directory.advance(name, self._step, reason=reason, **facts)
+        tracker.event({"stopped": "stop", "failed": "failure"}[name], self._step, reason=reason)
         tracker.close(exit_code=exit_code)
+
+
+def _wrong_nodes(status: Mapping[str, Any], blamed: Sequence[str]) -> dict[str, int]:
+    """How often which node was wrong, with the hang that these are blamed for."""
+    return dict(Counter(status.get("wrong_nodes", {})) + Counter(blamed))

@@ -48,7 +48,16 @@ class Evaluator:
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
             media.check(self._evaluations[0].shown)
             if rehearsed is not None:
-                self._state.check(rehearsed)
+                # an evaluation that lacks the metric that decides
+                self._state.stopping.check(rehearsed)
+                if schedulers := self._state.schedulers:
+                    schedulers.check(rehearsed)
+
+    @property
+    def owed(self) -> bool:
+        """Whether a run that resumes at this step must evaluate before it goes on."""
+        state = self._state
+        return state.stopping.owed(state.step) or bool(state.schedulers and state.schedulers.owes(state.step))
 
     def evaluate(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no

@@ -292,7 +292,7 @@ def chosen(run: Path, name: str) -> Path:
         return run
     if name == "best":
         newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
-        best = newest and replace(checkpoints, best=newest.best_by).best_path()
+        best = newest and replace(checkpoints, best_by=newest.best_by).best_path()
         if not best:
             raise Refusal("--checkpoint best: no checkpoint of this run has the metric of its task's `best`; use last")
         return best

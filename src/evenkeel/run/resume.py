@@ -64,14 +64,14 @@ class Resume:
             from .sharded_resume import newest_rows  # imports FSDP2
 
             assert isinstance(saver, ShardedSaver)
-            found, saved = newest_rows(self._world, state.sharding, saver, self._config.replicate > 0)
+            manifest, saved = newest_rows(self._world, state.sharding, saver, self._config.replicate > 0)
         else:
-            found, saved = self._newest()
-        self._other_bits = self.record_bits(found)
-        if found:
+            manifest, saved = self._newest()
+        self._other_bits = self.record_bits(manifest)
+        if manifest:
             self._restore(state, saved)
-            self.unevaluated = not found.metrics
-            before, now = found.best_by, self._checkpoints.best_by
+            self.unevaluated = not manifest.metrics
+            before, now = manifest.best_by, self._checkpoints.best_by
             if before and now and before != now:
                 state.stopping.memory = Memory()
                 self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
@@ -89,30 +89,30 @@ class Resume:
             activity.enter(START_UP, "resuming")
             in_memory = [offer if offer and offer.step == newest else None for offer, _ in everywhere]
             if any(in_memory):
-                found, saved = self._from_memory(in_memory)
+                manifest, saved = self._from_memory(in_memory)
             else:
-                found, saved = self._from_disk(newest, [step for _, step in everywhere].index(newest))
-            if found:
-                return found, saved
+                manifest, saved = self._from_disk(newest, [step for _, step in everywhere].index(newest))
+            if manifest:
+                return manifest, saved
 
-    def record_bits(self, found: Manifest | None) -> Differences:
+    def record_bits(self, manifest: Manifest | None) -> Differences:
         """Return why this attempt's bits might differ from those of an undisturbed run; the same on all ranks.
 
         Also sets what later manifests say: rank 0's fingerprint, and the step from which bits may differ.
 
         Args:
-            found: of the checkpoint that is continued.
+            manifest: of the checkpoint that is continued.
 
         Raises:
             Refusal: with --strict-bits.
         """
         present = self._world.gather(self._checkpoints.fingerprint)
-        step, void_from = (found.step, found.bits_void_from) if found else (0, None)
+        step, void_from = (manifest.step, manifest.bits_void_from) if manifest else (0, None)
         other_bits: Differences = {}
-        if found:
+        if manifest:
             # a manifest from before this fact was recorded: other cuts were refused then, so the cut is the present one
-            cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and found.fingerprint}
-            other_bits = differences(cut | found.fingerprint, present[0])
+            cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and manifest.fingerprint}
+            other_bits = differences(cut | manifest.fingerprint, present[0])
         other_bits |= differences_among_ranks(present)
         if other_bits and self._config.strict_bits:
             raise Refusal(
@@ -129,8 +129,8 @@ class Resume:
         saved = self._checkpoints.load_newest() if self._world.rank == holder else None
         # a damaged one has been set aside by now, and another node may hold the next best
         complete = saved and saved["step"] == newest
-        found = self._world.broadcast(self._checkpoints.newest_manifest() if complete else None, holder)
-        return found, self._world.broadcast_tensors(saved, holder) if found else {}
+        manifest = self._world.broadcast(self._checkpoints.newest_manifest() if complete else None, holder)
+        return manifest, self._world.broadcast_tensors(saved, holder) if manifest else {}
 
     def _from_memory(self, in_memory: Sequence[Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
         """The state that ranks have stored in memory, and its manifest. The same on all ranks."""

@@ -7,7 +7,7 @@ only take part in the collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.phases import COMPILE_TIMEOUT, START_UP, activity
 from ..config import Config, profile_window
 from ..data.data_digest import TRAINING
+from ..data.dataset import SizedDataset
 from ..data.loader import loader, start_workers
 from ..data.order import positions_in, token_batches
 from ..data.plan import Plan
@@ -32,7 +33,7 @@ from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss
 from ..training.loss import LossFunction
 from ..training.refresh import Refresh
-from ..training.state import State, keep_weights
+from ..training.state import State
 from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
@@ -48,9 +49,11 @@ from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss
 
-DRAWN = 2e7
+WEIGHTS_PER_SECOND = 2e7
 """Weights that a slow CPU initialises in a second."""
+
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
+"""After so many steps of an attempt comes what is done now and then."""
 
 
 class Run:
@@ -101,7 +104,7 @@ class Run:
         ends the process.
 
         Raises:
-            Refusal: bad input, before the process group exists and before anything is written.
+            Refusal: bad input; on one rank before the process group exists, or on all. `Refusal` says when.
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
@@ -115,17 +118,11 @@ class Run:
             # options and what is recorded -> options with the cut decided (training/cut.py)
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
             cut_config = cutter(recorded)
-            plan = Plan.of(cut_config, positions_in(sets[TRAINING]), token_batches(sets[TRAINING]))
-            if (window := profile_window(config)) and window.start >= plan.total_steps:
-                raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
+            plan = _plan_of(cut_config, sets[TRAINING])
             state = build_state(cut_config, task, world, plan, model, sets)
-            # the last refusals; nothing has been written so far
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
-            # in seconds: a collective's time-out explains nothing, so the watch for hangs must come 300 s earlier
-            longest = max(600, config.hang_timeout) + COMPILE_TIMEOUT * config.compile
-            alone = sum(it.numel() for it in state.parameters) / DRAWN * (config.shard != "off")  # rank 0, at first
-            with attempt, world.connected(timedelta(seconds=longest + 300), timedelta(seconds=alone)) as store:
+            with closing(attempt), world.connected(*_timeouts(config, state)) as store:
                 finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state, no_meta))
                 num_workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, num_workers, world.device))
@@ -135,8 +132,10 @@ class Run:
                     yield run
                     return
                 interruption.rescue_with(run.ending.stopped)
-                run.resume()
-                with run.watched(store, interruption), run._ended(interruption):
+                # the watch outlives the rescue, because `_ended` leaves first
+                with ExitStack() as stack, run._ended(interruption):
+                    run._resume()
+                    stack.enter_context(run._watched(store, interruption))
                     yield run
 
     @contextmanager
@@ -152,11 +151,11 @@ class Run:
             self.ending.stopped("Ctrl-C")
             raise
         except BaseException as error:
-            interruption.await_end()  # after a signal other ranks leave, which is no failure
+            interruption.claim_end()  # after a signal other ranks leave, which is no failure
             self.ending.failed(error)
             raise
 
-    def resume(self) -> None:
+    def _resume(self) -> None:
         """Load the newest complete state of any node, if there is one; raises as `Resume.load`."""
         resumed = Resume(self.config, self.world, self.attempt.checkpoints)
         resumed.load(self.state, self.checkpointer.saver)
@@ -166,7 +165,7 @@ class Run:
                 self.attempt.tracker.say(f"evenkeel: {disk_needed(self.config, self.plan.total_steps, self.state)}")
             resumed.report(self.state, self.attempt.directory, self.attempt.tracker)
 
-    def watched(self, store: Store | None, interruption: Interruption) -> Watch:
+    def _watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
         timeout, logs = self.config.hang_timeout, self.attempt.logs
@@ -220,7 +219,7 @@ class Run:
         sampler.assignment = "dealt" if state.sharding else "share"
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._started_loader)
         self.evaluator.begin()
-        if state.owes_evaluation or (self._unevaluated and state.evaluation_is_due()):
+        if self.evaluator.owed or (self._unevaluated and state.evaluation_is_due()):
             self._evaluate_and_save()
         # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError
         steps = self._steps(batches, sampler)
@@ -237,7 +236,7 @@ class Run:
             self.attempt.record_order(epoch)
             if refresh := self.state.refresh:
                 if not first_step and refresh.due(epoch):
-                    keep_weights(self.state, refresh, epoch)
+                    self.state.keep_weights(refresh, epoch)
                 if refresh.epoch != loaded:
                     batches, loaded = self._refreshed(refresh, sampler), refresh.epoch
             sampler.set_epoch(epoch, first_step)
@@ -265,7 +264,7 @@ class Run:
         state, directory = self.state, self.attempt.directory
         if self.verification.again:
             return  # --verify-every found a difference: this step was not committed, and is computed again
-        self.checkpointer.saver.after_step(state)
+        self.checkpointer.saver.store_step(state)
         self._steps_here += 1
         if self._steps_here == 1:
             keeper_link.send("progress", str(state.step))
@@ -300,3 +299,20 @@ class Run:
             self.checkpointer.after_step(self.evaluator.metrics)
         elif self.config.save_predictions:
             self.evaluator.save_predictions()
+
+
+def _plan_of(config: Config, train_set: SizedDataset) -> Plan:
+    """How the steps of a run are cut; refuses a --profile that begins after the last one."""
+    plan = Plan.of(config, positions_in(train_set), token_batches(train_set))
+    if (window := profile_window(config)) and window.start >= plan.total_steps:
+        raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
+    return plan
+
+
+def _timeouts(config: Config, state: State) -> tuple[timedelta, timedelta]:
+    """The two of `World.connected`: of a collective, and by how much later rank 0 may come."""
+    # a collective's time-out explains nothing, so the watch for hangs must come 300 s earlier
+    longest = max(600, config.hang_timeout) + 300 + COMPILE_TIMEOUT * config.compile
+    # in a sharded run rank 0 initialises all weights, while the others wait for it
+    drawing = sum(it.numel() for it in state.parameters) / WEIGHTS_PER_SECOND if config.shard != "off" else 0.0
+    return timedelta(seconds=longest), timedelta(seconds=drawing)

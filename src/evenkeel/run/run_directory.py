@@ -158,7 +158,7 @@ class RunDirectory:
             self.status["state"], self._over = state, state != "running"
 
     def advance(self, state: RunState, step: int, **facts: Any) -> None:
-        """Update, with the step that is saved and the seconds so far."""
+        """Update, with the step that was reached, which need not be saved, and the seconds so far."""
         self.update(state, step=step, seconds=self.seconds, **facts)
 
     def try_update(self, **facts: Any) -> None:
@@ -174,7 +174,10 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / ".lock").exists():
-            self._lock = _lock(self.path)
+            try:
+                self._lock = _lock(self.path, timeout=0.0)
+            except Refusal as refusal:  # this job cannot be refused any more
+                log.error("%s", refusal)
         _write_config(self.path, self._options)
         log.error("%s was deleted during the run and has been made again", self.path)
 
@@ -195,7 +198,7 @@ class Identity:
     """The order of the training data, from `order.order_name`; None: not known here."""
 
 
-def check(path: Path, run: Identity, fresh: bool) -> None:
+def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
     """Check that a run may use a folder; create it if missing. Changes nothing in a run there.
 
     Args:
@@ -210,7 +213,7 @@ def check(path: Path, run: Identity, fresh: bool) -> None:
         if path.exists() and not path.is_dir():
             raise Refusal(f"--run-dir {path}: is a file; name a folder")
         if path.is_dir() and not is_run(path) and (foreign := _foreign(path)):
-            holds = foreign[0] + f" and {len(foreign) - 1} more" * (len(foreign) > 1)
+            holds = foreign[0] + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else "")
             raise Refusal(f"--run-dir {path}: is not empty and not a run: it has {holds}; name another folder")
         if not fresh:
             _refuse_another_run(path, run)
@@ -223,8 +226,8 @@ def check(path: Path, run: Identity, fresh: bool) -> None:
 
 
 def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
-    """Check the folder by :func:`check`, and lock it for rank 0 of this job, or refuse if it is in use."""
-    check(path, run, fresh)
+    """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use."""
+    prepare_folder(path, run, fresh)
     locked = _lock(path)
     if not fresh:  # again: the previous job may have started over
         _refuse_another_run(path, run)
@@ -283,10 +286,10 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
     write_atomically(path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()), private=True)
 
 
-def _lock(path: Path) -> IO[bytes]:
+def _lock(path: Path, timeout: float = LOCK_TIMEOUT) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
     file = (path / ".lock").open("ab")
-    if not lock(file, time.monotonic() + LOCK_TIMEOUT):
+    if not lock(file, time.monotonic() + timeout):
         holder, _ = read_facts(path / "status.json")
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
         raise Refusal(f"--run-dir {path}: is in use by {who}; stop that job or name another folder")
@@ -356,7 +359,8 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
             for name, old, new in changed
         )
         more = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
-        more *= bool({"epochs", "max_steps"} & {name for name, *_ in changed})
+        if not {"epochs", "max_steps"} & {name for name, *_ in changed}:
+            more = ""
         if not (status.get("step") or step_folders(folder)):
             more = " (it has not finished a step)"
         raise Refusal(

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 RANK_DELAY = 0.05
 """Seconds between the ranks of a node: the lowest live one writes, and the others then find that it has."""
 
+NOTHING_NEW = "no step has finished in this attempt; nothing to save"
+
 
 class Saver:
     """Copies the state while the next step is computed, and writes it in a thread. The next commit waits for the copy.
@@ -113,8 +115,8 @@ class Saver:
         """
         self.checkpoints.save(state.capture(staging=Staging(*self._devices, still=True)), metrics)
 
-    def after_step(self, state: State) -> None:
-        """Do nothing after a step; the saver of a sharded run stores it (`sharded_saver`)."""
+    def store_step(self, state: State) -> None:
+        """Store the step that was just taken, in a sharded run (`sharded_saver`); else do nothing."""
 
     def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
@@ -131,22 +133,22 @@ class Saver:
             in_place: ranks are about to start again in place; then memory is enough, if there is a keeper.
         """
         if state.step == 0:
-            return "no step has finished; nothing to save"
-        # deadlines, not durations: whatever the waits take, the second half of --grace is left for writing
+            return NOTHING_NEW
         begun, grace = time.monotonic(), self._grace
+        half_time = begun + grace / 2  # whatever the waits take, from here on --grace is for writing
         taken = self._staging.take(begun + grace / 4)
         try:
             # New memory if the writer still has the other. On a CPU no copy is needed, because capture(final=True) lets
             # no more steps be committed; a GPU that hangs may still commit one.
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
-            captured = state.capture(begun + grace / 2, staging, final=True)
+            captured = state.capture(half_time, staging, final=True)
             new = captured["step"] > self.checkpoints.newest_step()
             if in_place and taken and new and self._store_in_memory(captured, {}, "snapshot"):
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is stored in memory"
             # wait after the capture, because small steps go on meanwhile
             time.sleep(min(RANK_DELAY * local_rank, grace / 8))
-            path = self.checkpoints.save_if_new(captured, begun + grace / 2)
+            path = self.checkpoints.save_if_new(captured, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
             return f"not saved ({error})"
@@ -159,16 +161,16 @@ class Saver:
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
 
 
-def write_memory_checkpoint(found: MemoryCheckpoint) -> None:
+def write_memory_checkpoint(checkpoint: MemoryCheckpoint) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
     until = time.monotonic() + LOCK_TIMEOUT
     try:
-        if "slots" in found.facts:
-            write_slots(found.facts["slots"], until)
+        if "slots" in checkpoint.facts:
+            write_slots(checkpoint.facts["slots"], until)
             return
         time.sleep(RANK_DELAY * int(os.environ.get("LOCAL_RANK", "0")))
-        checkpoints, manifest = checkpoints_of(found.facts), manifest_of(found.facts)
-        state = torch.load(found.path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoints, manifest = checkpoints_of(checkpoint.facts), manifest_of(checkpoint.facts)
+        state = torch.load(checkpoint.path, map_location="cpu", weights_only=True, mmap=True)
         checkpoints.save_if_new(state, until, manifest.metrics, manifest.kind)
     except OSError as error:
-        say(f"evenkeel: NOT SAVED: {error}; step {found.step} was in memory only", to_stderr=True)
+        say(f"evenkeel: NOT SAVED: {error}; step {checkpoint.step} was in memory only", to_stderr=True)

@@ -22,8 +22,9 @@ from typing import Any
 
 from ..common.deadlines import FOREVER
 from ..common.files import lock, read_json, write_json
+from ..resilience.memory_checkpoint import step_in
 from ..training import slots
-from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, publish, step_of
+from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
 ROWS_TIMEOUT = 600.0
@@ -116,7 +117,7 @@ def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FORE
         # look again: another rank may have published it, and one more begun to write a new folder
         if folder.exists() and all(read_json(piece) == info for piece, info in zip(pieces, infos, strict=True)):
             write_json(folder / MANIFEST, asdict(replace(checkpoints.manifest(step, metrics, kind), files=files)))
-            publish(checkpoints, folder, final, kind)
+            checkpoints.publish(folder, final, kind)
             for piece in pieces:
                 (final / piece.name).unlink(missing_ok=True)
 
@@ -170,12 +171,12 @@ def write_slots(descriptors: list[int], until: float) -> None:
 
 
 def _steps_in(descriptors: list[int]) -> list[int]:
-    return sorted({slots.step_in(each) for each in descriptors} - {0})
+    return sorted({step_in(each) for each in descriptors} - {0})
 
 
 def _write_steps(descriptors: list[int], steps: list[int], until: float) -> None:
     for step in steps:
-        captured, facts = slots.read(next(each for each in descriptors if slots.step_in(each) == step))
+        captured, facts = slots.read(next(each for each in descriptors if step_in(each) == step))
         checkpoints = checkpoints_of(facts)
         if step > checkpoints.newest_step():
             write_rows(checkpoints, captured, {}, "snapshot", facts["token"], until)

@@ -20,7 +20,7 @@ from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.staging import Staging
 from ..training.state import State
-from .saver import Saver
+from .saver import NOTHING_NEW, Saver
 from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, facts_of, write_rows, write_slots
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class ShardedSaver(Saver):
         world.gather(None)  # until here a lost node may need the step before
         return self._replica.possible
 
-    def after_step(self, state: State) -> None:
+    def store_step(self, state: State) -> None:
         """Copy the step that was just taken; raises NonFinite if it was not."""
         state.settle()
         with activity.during(CHECKPOINT):
@@ -100,24 +100,25 @@ class ShardedSaver(Saver):
         Ranks that start again in place find them in memory, so nothing is written then.
         """
         begun, grace, before = time.monotonic(), self._grace, state.step
+        half_time = begun + grace / 2  # from here on --grace is for writing
         until = begun + min(LAST_STEP, grace / 4) * (threading.current_thread() is not threading.main_thread())
         committing = (REDUCTION, CHECKPOINT, COMMIT)  # in the main thread; if that is here, after an error, none comes
         while not in_place and state.step == before and activity.phase in committing and time.monotonic() < until:
             time.sleep(0.01)
         if state.step == 0:
-            return "no step has finished; nothing to save"
+            return NOTHING_NEW
         taken = self._staging.take(begun + grace / 4)  # a checkpoint that is being written comes first
         try:
             if state.step > max(self.slots.steps(), default=0):  # stopped between the commit and the copy
                 with suppress(Torn):
-                    self._store(state, begun + grace / 2, final=True)
-            steps = self.slots.freeze(begun + grace / 2)
+                    self._store(state, half_time, final=True)
+            steps = self.slots.freeze(half_time)
             if not steps:
-                return "no step has finished; nothing to save"
+                return NOTHING_NEW
             if in_place and keeper_link.has_keeper():
                 log.info("stored step %d in memory after %.2f s", steps[-1], time.monotonic() - begun)
                 return f"step {steps[-1]} is in memory"
-            write_slots(self._descriptors, begun + grace / 2)
+            write_slots(self._descriptors, half_time)
             if state.sharding and state.sharding.rank == 0:
                 with suppress(OSError):
                     await_whole(self.checkpoints, steps[-1], min(LAST_WAIT, grace / 4))

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..common.errors import Ended
 from ..distributed.world import World
-from .slots import HEAD, NUMBERS, clear, step_in
+from ..resilience.memory_checkpoint import SLOT_HEAD, step_in
+from .slots import HEAD, clear
 
 
 class Replica:
@@ -42,7 +43,7 @@ class Replica:
         one that is newer. All must call it."""
         if not self.possible:
             return
-        numbers = NUMBERS.unpack(os.pread(own, NUMBERS.size, 0))
+        numbers = SLOT_HEAD.unpack(os.pread(own, SLOT_HEAD.size, 0))
         sent, size = torch.tensor(numbers), torch.zeros(len(numbers), dtype=torch.int64)
         self._swap(sent, size)
         step, end, layout, plain = map(int, size.tolist())
@@ -53,7 +54,7 @@ class Replica:
         except OSError as error:
             raise Ended(f"--replicate 1: no memory for another rank's rows: {error.strerror}") from None
         self._swap(_content(own, sum(numbers[1:])), _content(target, end + layout + plain))
-        os.pwrite(target, NUMBERS.pack(step, end, layout, plain), 0)
+        os.pwrite(target, SLOT_HEAD.pack(step, end, layout, plain), 0)
 
     def _swap(self, sent: Tensor, received: Tensor) -> None:
         work = dist.isend(sent, self._to, self._group)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -26,11 +25,12 @@ from torch import Tensor
 
 from ..common.deadlines import FOREVER, left
 from ..common.errors import Ended
+from ..resilience.memory_checkpoint import SLOT_HEAD, step_in
 from .seqlock import Torn
 from .staging import ALIGNED, Path, Staging, map_tensors
 
-HEAD, NUMBERS = 4096, struct.Struct("<qqqq")
-"""Bytes before the first tensor; the step, where the tensors end, and the bytes of layout and plain data after them."""
+HEAD = 4096
+"""Bytes before the first tensor; they begin with `SLOT_HEAD`."""
 
 Layout = list[tuple[Path, torch.dtype, tuple[int, ...]]]
 """Where in the state each tensor is, in the order in which they are stored."""
@@ -77,23 +77,17 @@ class Slot(Staging):
         """Store the plain data of a state whose tensors are here, and what else a reader must know. It is whole now."""
         plain = map_tensors(captured, lambda _tensor, _path: None)
         size = os.pwrite(self._descriptor, _packed([plain, dict(facts)]), self._end + self._layout_bytes)
-        os.pwrite(self._descriptor, NUMBERS.pack(captured["step"], self._end, self._layout_bytes, size), 0)
+        os.pwrite(self._descriptor, SLOT_HEAD.pack(captured["step"], self._end, self._layout_bytes, size), 0)
 
 
 def clear(descriptor: int) -> None:
     """Store no state in a slot from here on."""
-    os.pwrite(descriptor, NUMBERS.pack(0, 0, 0, 0), 0)
-
-
-def step_in(descriptor: int) -> int:
-    """The step of the state in a slot; 0: none is whole."""
-    head = os.pread(descriptor, NUMBERS.size, 0)
-    return int(NUMBERS.unpack(head)[0]) if head else 0
+    os.pwrite(descriptor, SLOT_HEAD.pack(0, 0, 0, 0), 0)
 
 
 def read(descriptor: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state in a slot, whose tensors are in the slot's memory, and the facts that were stored with it."""
-    _, end, middle, size = NUMBERS.unpack(os.pread(descriptor, NUMBERS.size, 0))
+    _, end, middle, size = SLOT_HEAD.unpack(os.pread(descriptor, SLOT_HEAD.size, 0))
     layout, (plain, facts) = (
         torch.load(io.BytesIO(os.pread(descriptor, number, begin)), weights_only=True)
         for number, begin in ((middle, end), (size, end + middle))

@@ -55,7 +55,7 @@ class State:
         task_state: the task's own state, which changes in a commit. The host then waits for each step.
         refresh: the weights from which the task has made the data of the present epoch.
         devices: of this rank; default: where the model is.
-        sharded: it will be divided (:func:`divide`), and the average gets memory only then.
+        sharded: it will be divided (:meth:`divide`), and the average gets memory only then.
     """
 
     def __init__(
@@ -181,11 +181,6 @@ class State:
         """Whether there are no more steps to do."""
         return self.stopping.over(self.step)
 
-    @property
-    def owes_evaluation(self) -> bool:
-        """Whether a run that resumes at this step must evaluate before it goes on."""
-        return self.stopping.owed(self.step) or bool(self.schedulers and self.schedulers.owes(self.step))
-
     def evaluation_is_due(self) -> bool:
         """Whether the step just taken is one to evaluate after; raises what :meth:`settle` does."""
         due = self.stopping.due(self.step)
@@ -200,12 +195,6 @@ class State:
             with self._seqlock.hold(FOREVER):
                 self.schedulers.record_evaluation(self.step, metrics)
         return metrics
-
-    def check(self, metrics: dict[str, float]) -> None:
-        """Warn, or end the run, if an evaluation lacks the metric that decides."""
-        self.stopping.check(metrics)
-        if self.schedulers:
-            self.schedulers.check(metrics)
 
     def settle(self) -> None:
         """Wait until it is known whether the last step was finite.
@@ -335,19 +324,17 @@ class State:
                 self.stopping.load_state_dict(captured["stopping"])
             self.step = activity.step = captured["step"]
 
+    def keep_weights(self, refresh: Refresh, epoch: int) -> None:
+        """Keep the weights at an epoch's first step: the task makes the data of this epoch from them."""
+        self.settle()
+        with self._seqlock.hold(FOREVER):
+            refresh.take(epoch, self._live()["model"], self.task_state)
 
-def keep_weights(state: State, refresh: Refresh, epoch: int) -> None:
-    """Keep the weights at an epoch's first step: the task makes the data of this epoch from them."""
-    state.settle()
-    with state._seqlock.hold(FOREVER):
-        refresh.take(epoch, state._live()["model"], state.task_state)
-
-
-def divide(state: State, sharding: Sharding) -> None:
-    """Take the divided parameters of --shard, which have replaced the model's, before the first step."""
-    state.sharding = sharding
-    state.buffers.accept()  # rank 0 has sent them
-    state.parameters[:] = state.model.parameters()
-    state._named = dict(state.model.named_parameters(remove_duplicate=False))
-    if state.average:
-        state.average.divide()
+    def divide(self, sharding: Sharding) -> None:
+        """Take the divided parameters of --shard, which have replaced the model's, before the first step."""
+        self.sharding = sharding
+        self.buffers.accept()  # rank 0 has sent them
+        self.parameters[:] = self.model.parameters()
+        self._named = dict(self.model.named_parameters(remove_duplicate=False))
+        if self.average:
+            self.average.divide()

@@ -159,7 +159,7 @@ def check_job(train_args: Sequence[str]) -> Config:
     config, task = parse(train_args)
     assert config.run_dir is not None  # resolved
     run = run_directory.Identity(saved_options(config, task.options()), task.harmless, earlier=task.earlier)
-    run_directory.check(config.run_dir, run, config.fresh)
+    run_directory.prepare_folder(config.run_dir, run, config.fresh)
     return config
 
 

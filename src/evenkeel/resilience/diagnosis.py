@@ -1,0 +1,130 @@
+"""After an alarm: this rank's stacks, which rank is where, and an end to those that are frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+
+from ..common import keeper_link
+from ..common.processes import stat
+from . import flight_recorder
+from .beats import Beat, Outlook, beat_now, blamed, describe
+from .hang import ALARM, STORE_TIMEOUT, Watch
+
+log = logging.getLogger(__name__)
+
+FLIGHT = "flight"
+"""Folder for the last collectives, among the logs of an attempt."""
+
+COMPARE_TIMEOUT = 5.0
+"""Seconds for the comparison of collectives, which takes minutes with thousands of ranks, while the restart waits for
+this process."""
+
+
+class Diagnosis:
+    """Writes this rank's stacks and finds out which rank is where, in a thread that starts at once.
+
+    Args:
+        watch: the one that has raised the alarm.
+
+    Attributes:
+        outlook: on all ranks; until they have answered, only what this rank knows.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._world, self._logs = watch, watch.world, watch.logs
+        me = self._world.rank
+        # the store is on rank 0's node, so suspect rank 0 if it does not answer
+        silent = "rank 0 does not answer any more, or the network is down" if me else "the job's store does not answer"
+        where = f"{silent}; {describe({me: beat_now(self._world)}, [])}"
+        self.outlook = Outlook(where, me, watch.first_beats[:1] if me else [], [])
+        self._complete = False  # the other ranks have been asked
+        self._thread = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
+        self._thread.start()
+
+    def explain(self) -> str:
+        """Return which rank is where, once the thread knows; the lowest live rank prints it."""
+        self._thread.join(STORE_TIMEOUT + 3 * self._watch.interval)
+        text = f"no progress for {self._watch.timeout:g} s: {self.outlook.where}; stacks are in {self._logs}"
+        if self._world.rank == self.outlook.lowest:
+            print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+        return text
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether this is the lowest live rank; False if the others could not be asked."""
+        return self._complete and self._world.rank == self.outlook.lowest
+
+    def is_within_reach(self) -> bool:
+        """Whether each frozen rank is on a node with a live rank, which can kill it; else its node may be gone."""
+        alive = {beat.host for beat in self._watch.first_beats if not self._is_frozen(beat)}
+        return self._complete and {beat.host for beat in self.outlook.frozen} <= alive
+
+    def kill_frozen(self) -> None:
+        """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
+        for beat in self.outlook.frozen:
+            process = stat(beat.pid) if beat.host == socket.gethostname() else None
+            above = stat(process.parent) if process else None
+            parents = (process and process.parent, above and above.parent)  # torchrun, or the keeper below it
+            if keeper_link.launcher() in parents:  # still that process, and of our torchrun
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beat.pid, signal.SIGKILL)
+
+    def write_collectives(self) -> None:
+        """Write the last collectives. Must come last, because torch may hang in this too."""
+        with contextlib.suppress(Exception):
+            (self._logs / f"rank-{self._world.rank}.collectives.json").write_bytes(flight_recorder.as_json())
+            flight_recorder.write(self._logs / FLIGHT, self._world.rank)
+
+    def compare_collectives(self) -> None:
+        """Log the verdict of `torchfrtrace` on the collectives of all ranks, on the lowest live rank."""
+        if not self.is_lowest or self._world.world_size == 1:
+            return
+        live = [rank for rank, beat in enumerate(self._watch.first_beats) if not self._is_frozen(beat)]
+
+        def compare() -> None:
+            # an assertion in torch ends the analysis of some traces, and older releases have no analysis
+            with contextlib.suppress(Exception):
+                for line in flight_recorder.verdicts(self._logs / FLIGHT, self._world.world_size, live):
+                    log.info("flight recorder: %s", line)
+                    print(f"evenkeel: flight recorder: {line}", file=sys.stderr, flush=True)
+
+        comparing = threading.Thread(target=compare, name="compare", daemon=True)
+        comparing.start()
+        comparing.join(COMPARE_TIMEOUT)
+
+    def _is_frozen(self, beat: Beat) -> bool:
+        return (beat.host, beat.pid) in {(each.host, each.pid) for each in self.outlook.frozen}
+
+    def _diagnose(self) -> None:
+        with contextlib.suppress(Exception):  # a full disk, say
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback(self._watch.stacks, all_threads=True)
+        with contextlib.suppress(RuntimeError):  # the store does not answer
+            self.outlook = self._compare_beats()
+            self._complete = True
+
+    def _compare_beats(self) -> Outlook:
+        """Read all ranks' last beats twice to see which stand still; clocks of machines are not compared."""
+        if not self._watch.store:
+            return Outlook(describe({0: beat_now(self._world)}, []), 0, [], [])
+        store = self._watch.store.clone()
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
+        store.set(ALARM, "")
+        names = [f"rank/{rank}" for rank in range(self._world.world_size)]
+        first = store.multi_get(names)
+        time.sleep(2.5 * self._watch.interval)
+        second = store.multi_get(names)
+        beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second)}
+        frozen = [rank for rank in beats if first[rank] == second[rank]]
+        lowest = min(beats.keys() - frozen, default=0)
+        return Outlook(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
