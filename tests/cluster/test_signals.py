@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.cluster import Cluster
 from tests.support.processes import wait_until
 
@@ -102,6 +104,7 @@ class Jobs:
         return "\n".join(text)
 
 
+@pytest.mark.long  # of Slurm, not of ours
 def test_what_slurm_sends_to_whom(cluster: Cluster, tmp_path: Path) -> None:
     jobs = Jobs(cluster, tmp_path)
     warned = "--signal=USR2@10"

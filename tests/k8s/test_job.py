@@ -146,19 +146,24 @@ def test_the_control_the_usual_manifest_repeats_steps(tmp_path: Path) -> None:
         assert it.cluster.failed >= 1, "a deletion counts as a failure"
 
 
-def test_a_pod_is_deleted_and_made_again(tmp_path: Path, undisturbed: str) -> None:
+def test_a_pod_is_deleted_another_evicted_and_both_are_made_again(tmp_path: Path, undisturbed: str) -> None:
     with trial(tmp_path / "app", "2", 2) as it:
         it.train(2)
-        it.cluster.delete(it.cluster.active[1])
-        it.cluster.until(lambda: it.cluster.made(1) == 2, "another pod 1")
+        deleted = it.cluster.active[1]
+        it.cluster.delete(deleted)
+        it.cluster.until(lambda: len(starts(it.run_dir)) == 2, "another start, with another pod 1")
         it.train(2)
+        assert it.cluster.made(0) == 1, "pod 0 has stayed"
+        evicted = it.cluster.active[0]
+        it.cluster.evict(evicted)
+        it.cluster.until(lambda: evicted.over, "its end")
+        assert deleted.code == evicted.code == 75, "each has saved within its grace period"
         it.finish()
         it.check(undisturbed)
-        assert [pod.code for pod in it.cluster.pods][1] == 75, "it has saved within its grace period"
         assert it.cluster.failed == 0
-        assert it.cluster.made(0) == 1, "pod 0 has stayed"
 
 
+@pytest.mark.long
 def test_a_machine_is_lost_and_its_pod_is_made_again_elsewhere(tmp_path: Path, undisturbed: str) -> None:
     with trial(tmp_path / "app", "1:3", 3) as it:
         it.train(3)
@@ -171,6 +176,7 @@ def test_a_machine_is_lost_and_its_pod_is_made_again_elsewhere(tmp_path: Path, u
         assert it.cluster.made(0) == it.cluster.made(1) == 1
 
 
+@pytest.mark.long
 def test_pod_0_is_lost_and_met_again_under_its_name(tmp_path: Path, undisturbed: str) -> None:
     """It hosts the rendezvous, so the others end too: they save, and are made again without being counted."""
     with trial(tmp_path / "app", "2", 2) as it:
@@ -260,6 +266,7 @@ def test_three_pods_without_a_shared_disk_lose_two_of_their_disks(tmp_path: Path
         assert s3.SECRET not in it.manifest
 
 
+@pytest.mark.long
 def test_the_control_without_the_mirror_they_begin_anew(tmp_path: Path, undisturbed: str) -> None:
     with on_their_own_disks(tmp_path, without_mirror=True) as it:
         assert starts(it.run_dir) == [0], "nothing is left of the first attempt"
@@ -293,6 +300,7 @@ def test_a_trainjob_trains(tmp_path: Path, undisturbed: str) -> None:
         assert len(it.cluster.pods) == 2
 
 
+@pytest.mark.long
 def test_one_pod_stays_pending_and_the_job_begins_and_ends_without_it(tmp_path: Path, undisturbed: str) -> None:
     with trial(tmp_path / "app", "2:4", 3) as it:
         it.train(3)
@@ -302,6 +310,7 @@ def test_one_pod_stays_pending_and_the_job_begins_and_ends_without_it(tmp_path: 
         assert starts(it.run_dir) == [0]
 
 
+@pytest.mark.long
 def test_fewer_pods_than_the_least_give_back_their_places(tmp_path: Path, undisturbed: str) -> None:
     """They wait for the others, end with 75, and are made again; when there is a place for the last, all begin."""
     with trial(tmp_path / "app", "3", 2, submit=("--join-timeout", "8")) as it:
@@ -310,19 +319,6 @@ def test_fewer_pods_than_the_least_give_back_their_places(tmp_path: Path, undist
         assert {pod.code for pod in it.cluster.pods if pod.over} == {75}, it.cluster.log(0)
         it.cluster.places = 3
         it.train(3)
-        it.finish()
-        it.check(undisturbed)
-        assert it.cluster.failed == 0
-
-
-def test_an_eviction_saves_within_its_grace_period(tmp_path: Path, undisturbed: str) -> None:
-    with trial(tmp_path / "app", "2", 2) as it:
-        it.train(2)
-        evicted = it.cluster.active[0]
-        it.cluster.evict(evicted)
-        it.cluster.until(lambda: evicted.over, "its end")
-        assert evicted.code == 75
-        it.train(2)
         it.finish()
         it.check(undisturbed)
         assert it.cluster.failed == 0
@@ -344,6 +340,7 @@ def test_the_job_is_suspended_and_resumed_on_fewer_pods(tmp_path: Path, undistur
         assert it.cluster.failed == 0
 
 
+@pytest.mark.long
 def test_the_time_is_over_and_the_job_is_submitted_again(tmp_path: Path, undisturbed: str) -> None:
     app = tmp_path / "app"
     with trial(app, "2", 2, "--pause", 2, submit=("--time", "1m")) as it:
@@ -368,6 +365,7 @@ def test_a_refusal_fails_the_job_at_once(tmp_path: Path) -> None:
         assert "another run" in it.cluster.log(0) or "--seed" in it.cluster.log(0), it.cluster.log(0)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_starts_again_in_its_pod(tmp_path: Path, undisturbed: str) -> None:
     with trial(tmp_path / "app", "2", 2) as it:
         it.train(2)
