@@ -76,7 +76,9 @@ def trained_on(folder: Path, first: int, end: int, world_size: int) -> list[list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "workers"), [("order", 2), ("weights", 0), ("tokens", 2)])
+@pytest.mark.parametrize(
+    ("way", "workers"), [("order", 2), pytest.param("weights", 0, marks=pytest.mark.long), ("tokens", 2)]
+)
 def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     tmp_path: Path, way: str, workers: int
 ) -> None:
@@ -111,8 +113,8 @@ def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     ("way", "broken", "line"),
     [
         ("weights", "start", r"was read in 50 draws by sample_weights() ("),
-        pytest.param("order", "start", "was read in an order of 50 samples by order() (", marks=pytest.mark.slow),
-        pytest.param("tokens", "start", "13 micro-batches of at most 33 tokens by sample_l", marks=pytest.mark.slow),
+        pytest.param("order", "start", "was read in an order of 50 samples by order() (", marks=pytest.mark.long),
+        pytest.param("tokens", "start", "13 micro-batches of at most 33 tokens by sample_l", marks=pytest.mark.long),
         ("order", "later", "order(1) is not what it was when the run was in that epoch"),
     ],
 )
@@ -137,7 +139,7 @@ def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp
     ("broken", "line"),
     [
         ("rank-later", "order(1) is one order on rank 0 and another on rank 1"),
-        pytest.param("length", "order(1) has 49 samples and order(0) has 50", marks=pytest.mark.slow),
+        pytest.param("length", "order(1) has 49 samples and order(0) has 50", marks=pytest.mark.long),
     ],
 )
 def test_a_later_epoch_that_is_wrong_ends_the_run_before_it(
