@@ -191,8 +191,7 @@ def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stops", "code"),
-    [pytest.param([signal.SIGTERM], 75, marks=pytest.mark.long), ([signal.SIGINT] * 2, KEYBOARD)],
+    ("stops", "code"), [pytest.param([signal.SIGTERM], 75, marks=pytest.mark.long), ([signal.SIGINT] * 2, KEYBOARD)]
 )
 def test_a_stop_while_a_keeper_of_changed_code_waits_for_the_disk(tmp_path: Path, stops: list[int], code: int) -> None:
     """It ends the job as stopped, or, if a second Ctrl-C comes, at once and with the code that says so."""

@@ -30,23 +30,9 @@ TOKENS = {"batch_size": 48, "micro_batches": 4, "batch_tokens": 132}
 
 def job(run_dir: Path, way: str, *more: object) -> list[str]:
     cut = (TOKENS if way == "tokens" else LISTED).items()
-    shape = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not True) for name, value in cut]
-    return options(
-        TASK,
-        run_dir,
-        *shape,
-        "--epochs",
-        3,
-        "--reduce",
-        "tree",
-        "--log-every",
-        1,
-        "--checkpoint-every",
-        2,
-        "--way",
-        way,
-        *more,
-    )
+    shape: list[object] = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not True) for name, value in cut]
+    shape += ["--epochs", 3, "--reduce", "tree", "--log-every", 1, "--checkpoint-every", 2, "--way", way]
+    return options(TASK, run_dir, *shape, *more)
 
 
 def expected(way: str) -> list[list[int]]:
