@@ -48,7 +48,7 @@ test-gate: $(INSTALLED)  ## of that, what CI runs after `make test`: the promise
 test-all: $(INSTALLED)  ## all tests
 	$(PYTEST) $(ARGS)
 
-test-bare: $(INSTALLED)  ## `make train` and `make test` on a bare machine: Debian, Python, make, no root (making it needs root)
+test-bare: $(INSTALLED)  ## `make train` and most of `make test` on a bare machine: Debian, Python, make, no root (making it needs root)
 	$(BIN)/pytest tests/bare $(ARGS)
 
 test-docker: $(INSTALLED)  ## build the image and run it, with an engine of the tests' own (needs root)

@@ -53,21 +53,23 @@ KINDS = {"promises": "promise"} | dict.fromkeys(
 """The marker of the tests of a folder. Tests in any other folder run in the process of pytest alone, and fast."""
 
 
-LONGEST = """nodes/test_train processes/test_optional_components processes/test_readme processes/test_compile
-promises/test_faults processes/test_chaos nodes/test_nodes nodes/test_doctor processes/test_doctor
-processes/test_stragglers"""
+LONGEST = """k8s/test_job processes/test_readme nodes/test_train processes/test_optional_components
+processes/test_compile promises/test_sharded_state promises/test_memory_checkpoint promises/test_verify_every
+promises/test_faults processes/test_chaos nodes/test_doctor processes/test_doctor processes/test_stragglers"""
 LONG = (*TOGETHER, *(f"tests/{name}.py" for name in LONGEST.split()))
 """What takes minutes begins first, or one process would be left with it in the end. Two of them are the folders whose
 tests mostly wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder, and put long files first."""
+    """Mark each test by its folder, a long one as slow too, and put long files first."""
     items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG)))
     for item in items:
         folder = item.path.relative_to(item.config.rootpath).parts[1]
         if kind := KINDS.get(folder):
             item.add_marker(kind)
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
 
 
 @pytest.fixture

@@ -58,10 +58,6 @@ def test_the_table_has_the_mean_and_the_deviation_of_a_sample(tmp_path: Path) ->
     runs = [setting(tmp_path, 0.1, 1, 1.0), setting(tmp_path, 0.1, 2, 3.0), setting(tmp_path, 0.2, 1, 5.0)]
     rows = [line.split("  ") for line in table([*runs, setting(tmp_path, 0.2, 2)], ("seed",))]
     cells = [[cell.strip() for cell in row if cell] for row in rows]
-    assert cells == [
-        ["setting", "runs", "test/loss"],
-        ["lr=0.1", "2/2", "2 ± 1.414"],
-        ["lr=0.2", "1/2", "5"],
-    ]
+    assert cells == [["setting", "runs", "test/loss"], ["lr=0.1", "2/2", "2 ± 1.414"], ["lr=0.2", "1/2", "5"]]
     assert len(table(runs, ())) == 4, "the control: a line for each"
     assert table(runs, ("seed", "lr"))[1].startswith("all      3/3")

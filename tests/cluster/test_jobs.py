@@ -113,6 +113,7 @@ def preempt(cluster: Cluster, folder: Path) -> None:
     cluster.wait_for(cluster.submit(urgent, "-phigh", "-N4", "-c2"), "COMPLETED")
 
 
+@pytest.mark.long
 def test_preempted_without_grace_it_has_its_last_checkpoint(
     cluster: Cluster, tmp_path: Path, run_dir: Path, alone: Weights
 ) -> None:
@@ -159,7 +160,8 @@ def test_a_node_that_computes_wrong_twice_is_left_out(
     assert read(run_dir)["weights_sha256"] == alone(4)
 
 
-@pytest.mark.parametrize("which", [-1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("which", [-1, 0])
 def test_a_node_whose_rank_hangs_twice_is_left_out(
     cluster: Cluster, tmp_path: Path, alone: Weights, which: int
 ) -> None:

@@ -153,10 +153,7 @@ def test_own_dice_and_samples_that_cannot_be_read_have_no_digest(workers: int) -
     dice = np.random.default_rng()
     config = Config(num_workers=workers)
     flipped = Map(lambda index: torch.ones(3) * (1 if dice.random() < 0.5 else -1))
-    assert digest_samples(config, both(flipped, Map(lambda index: os.urandom(4))), OFTEN) == (
-        {},
-        ["training", "test"],
-    )
+    assert digest_samples(config, both(flipped, Map(lambda index: os.urandom(4))), OFTEN) == ({}, ["training", "test"])
     for fails in (lambda index: 1 / 0, lambda index: sys.exit(), lambda index: [torch.ones(index)]):
         assert digest_samples(config, both(Map(fails), InMemory(torch.ones(9))), TWICE)[0].keys() == {"test"}
     if workers:

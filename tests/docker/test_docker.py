@@ -115,14 +115,7 @@ def test_a_change_of_one_line_leaves_the_packages_alone(built: Built, tmp_path: 
     assert after[-1] != before[-1]
 
 
-def test_a_plain_docker_run_learns_the_digits(built: Built) -> None:
-    done = built.engine.docker("run", "--rm", IMAGE, "--nproc_per_node=2", "train.py")
-    accuracy = re.search(r"finished.*accuracy (0\.\d+)", done.stdout)
-    assert accuracy, done.stdout
-    assert float(accuracy[1]) >= 0.98
-
-
-def test_hardened_it_learns_as_well_and_comes_back_after_75_and_not_after_0(built: Built, runs: Path) -> None:
+def test_hardened_it_learns_the_digits_and_comes_back_after_75_and_not_after_0(built: Built, runs: Path) -> None:
     """By docker/run.py in the background. With --fresh, which must count once."""
     engine = built.engine
     run = [sys.executable, ROOT / "docker" / "run.py", "-g", 2, "--image", IMAGE, "--runs", runs, "--detach"]

@@ -22,26 +22,21 @@ def mounted(first: str, *options: object, expect: int) -> dict[str, str]:
     return {it["name"]: it["level"] for it in json.loads(done.stdout)["findings"]}
 
 
-def test_64_mb_of_shared_memory(tmp_path: Path) -> None:
-    where = ["--run-dir", tmp_path]
-    small, large = "mount -t tmpfs -o size=64m shm /dev/shm", "mount -t tmpfs -o size=2g shm /dev/shm"
-    assert mounted(small, *where, expect=0)["/dev/shm"] == "WARN"
-    assert mounted(small, *where, "--", "--num-workers", 2, expect=1)["/dev/shm"] == "FAIL"
-    assert mounted(large, *where, "--", "--num-workers", 2, expect=0)["/dev/shm"] == "OK"
-
-
-def test_a_read_only_and_a_full_run_directory(tmp_path: Path) -> None:
+def test_small_shared_memory_and_a_read_only_and_a_full_run_directory(tmp_path: Path) -> None:
+    small, large = (f"mount -t tmpfs -o size={size} shm /dev/shm" for size in ("64m", "2g"))
+    where, loaders = ["--run-dir", tmp_path / "run"], ["--", "--num-workers", 2]
     mount = f"mount -t tmpfs -o size=2g disk {tmp_path}"
-    levels = mounted(f"{mount}\nmount -o remount,ro {tmp_path}", "--run-dir", tmp_path / "run", expect=1)
-    assert (levels["space"], levels["run directory"]) == ("WARN", "FAIL")
+    levels = mounted(f"{small}\n{mount}\nmount -o remount,ro {tmp_path}", *where, *loaders, expect=1)
+    assert (levels["/dev/shm"], levels["space"], levels["run directory"]) == ("FAIL", "WARN", "FAIL")
     fill = f"{mount.replace('2g', '8m')}\ndd if=/dev/zero of={tmp_path}/full bs=1M status=none || true"
-    levels = mounted(fill, "--run-dir", tmp_path / "run", expect=1)
-    assert (levels["space"], levels["run directory"]) == ("FAIL", "FAIL")
-    levels = mounted(mount, "--run-dir", tmp_path / "run", expect=0)
+    levels = mounted(f"{small}\n{fill}", *where, expect=1)
+    assert (levels["/dev/shm"], levels["space"], levels["run directory"]) == ("WARN", "FAIL", "FAIL")
+    levels = mounted(f"{large}\n{mount}", *where, *loaders, expect=0)  # the control
+    assert levels["/dev/shm"] == "OK"
     assert "FAIL" not in levels.values()
 
 
-@pytest.mark.parametrize("falsely", [True, False])
+@pytest.mark.parametrize("falsely", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_folder_that_is_not_shared_and_then_the_job(falsely: bool, tmp_path: Path) -> None:
     """The launchers' --doctor on two nodes. Control: the same folder on both."""
     runs = tmp_path / "runs"
@@ -64,6 +59,7 @@ def test_a_folder_that_is_not_shared_and_then_the_job(falsely: bool, tmp_path: P
     assert read(runs / "run")["step"] == 2
 
 
+@pytest.mark.long
 def test_a_loopback_address_on_two_nodes(tmp_path: Path) -> None:
     """Plain torchruns, which know each other; but the host names, which gloo takes, are 127.0.1.1. Control: above."""
     with Lab(2) as lab:

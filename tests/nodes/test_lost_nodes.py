@@ -7,6 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.chaos import chaos, faults_in, reported, still_running
 from tests.support.processes import ROOT, TRAIN, checked, finish, read, records, run, start, torchrun, wait_until
 from tests.support.small_runs import PLAN, SAMPLES, job
@@ -24,6 +26,7 @@ def elastic(*options: object) -> list[str]:
     return [*head, "-nr", "{node}", "--master", "{master}", "--", *map(str, options)]
 
 
+@pytest.mark.long
 def test_nodes_and_ranks_are_lost_and_no_sample_with_them(run_dir: Path) -> None:
     options = job(run_dir, "--pause", 0.4, "--checkpoint-every", 0, "--eval-every", 1000)
     # a rank, and then a node, for 18 s: so long that the others go on without it, and not so long that they finish

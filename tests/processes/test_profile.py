@@ -87,8 +87,7 @@ def test_a_resume_within_the_window_and_after_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "more"),
-    [*((typed, []) for typed in ("20", "4:4", "100:110")), ("4:7", ["--memory-snapshot"])],
+    ("typed", "more"), [*((typed, []) for typed in ("20", "4:4", "100:110")), ("4:7", ["--memory-snapshot"])]
 )
 def test_what_cannot_be_traced_is_refused_in_a_line(typed: str, more: list[str], tmp_path: Path) -> None:
     line = refusal(job(tmp_path / "run", "--profile", typed, *more))

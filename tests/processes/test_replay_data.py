@@ -38,11 +38,7 @@ def test_steps_are_run_again_in_every_bit_and_samples_have_names(tmp_path: Path,
     words = {
         "stream": lambda: (f"{SUPPORT / 'streams_task.py'}:Streamed",),
         "refresh": lambda: (f"{SUPPORT / 'refreshed_task.py'}:Refreshed",),
-        "shards": lambda: (
-            f"{SUPPORT / 'shards_task.py'}:Sharded",
-            "--folder",
-            shards(tmp_path / "data"),
-        ),
+        "shards": lambda: (f"{SUPPORT / 'shards_task.py'}:Sharded", "--folder", shards(tmp_path / "data")),
         "images": lambda: ("classify", "--dataset", "imagefolder", "--data-dir", images(tmp_path / "data")),
     }
     task, *more = words[kind]()

@@ -24,11 +24,11 @@ def results_of(run_dir: Path) -> tuple[str, Any, list[float]]:
     [
         ("Blocks", []),
         pytest.param("Blocks", ["--precision", "bf16", "--ema", 0.9], marks=pytest.mark.slow),
-        pytest.param("Blocks", ["--model-parallel", 2], marks=pytest.mark.slow),
+        pytest.param("Blocks", ["--model-parallel", 2], marks=pytest.mark.long),
         pytest.param("Contrast", [], marks=pytest.mark.slow),
-        pytest.param("Adversaries", [], marks=pytest.mark.slow),
+        pytest.param("Adversaries", [], marks=pytest.mark.long),
         pytest.param("Adversaries", ["--place", "generator=0,critic=1"], marks=pytest.mark.slow),
-        pytest.param("Chosen", [], marks=pytest.mark.slow),
+        pytest.param("Chosen", [], marks=pytest.mark.long),
     ],
 )
 def test_the_bits_are_those_of_a_run_without_it_on_one_and_on_two_ranks(
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_without_it(tmp_path: Path, run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduce", ["tree", "ring"])
+@pytest.mark.parametrize("reduce", ["tree", pytest.param("ring", marks=pytest.mark.long)])
 def test_ranks_that_exchange_statistics_do_so_again(tmp_path: Path, reduce: str) -> None:
     words = ["--micro-batch", 8, "--sync-batchnorm", "--reduce", reduce]
     for name, more in (("without", []), ("with", [OPTION])):

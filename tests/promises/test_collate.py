@@ -34,7 +34,9 @@ def job(name: str, run_dir: Path, *more: object) -> list[str]:
     return options(task(name, run_dir.parent), run_dir, *shape, "--validation", 0.1, *more)
 
 
-@pytest.mark.parametrize("name", ["Boxes", "Texts", "Mixed", "Nested"])
+@pytest.mark.parametrize(
+    "name", ["Boxes", "Nested", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Texts", "Mixed"))]
+)
 def test_ranks_loader_processes_a_stop_and_a_resize_change_no_bit(tmp_path: Path, name: str) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     interrupt(2, run_dir, job(name, run_dir, "--slow", slow, "--num-workers", 2), step=2, victims=1, slow=slow)

@@ -15,7 +15,7 @@ from tests.support.processes import TRAIN, finish, read, start, torchrun, wait_u
 from tests.support.small_runs import job, keepers_of, saved_step, starts, told_step, wait_for_start, wait_for_step
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
-SLOW = pytest.mark.slow
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
@@ -28,7 +28,7 @@ def launcher(ranks: int, *options: str) -> list[str]:
     ("dies", "command", "more"),
     [
         pytest.param("trainer", torchrun(2, TRAIN), [], id="trainer"),
-        pytest.param("trainer", torchrun(2, TRAIN), ["--num-workers", 2], id="with loader processes", marks=SLOW),
+        pytest.param("trainer", torchrun(2, TRAIN), ["--num-workers", 2], id="with loader processes", marks=LONG),
         # whose store would be a thread of rank 0
         pytest.param("trainer", launcher(2, "--max-restarts", "0"), [], id="under a launcher", marks=SLOW),
         pytest.param("keeper", torchrun(2, TRAIN, restarts=3), [], id="keeper", marks=SLOW),
@@ -64,8 +64,10 @@ def test_any_rank_is_killed_and_no_step_is_lost_and_no_bit_changes(
     ("number", "command", "ranks"),
     [
         (TERM, launcher(2), 2),
-        *(pytest.param(number, launcher(1), 1, marks=SLOW) for number in (INT, USR1, USR2, HUP)),
-        *(pytest.param(number, torchrun(2, TRAIN), 2, marks=SLOW) for number in (TERM, INT)),
+        *(pytest.param(number, launcher(1), 1, marks=SLOW) for number in (USR1, USR2)),
+        pytest.param(INT, torchrun(2, TRAIN), 2, marks=SLOW),
+        *(pytest.param(number, launcher(1), 1, marks=LONG) for number in (INT, HUP)),
+        pytest.param(TERM, torchrun(2, TRAIN), 2, marks=LONG),
     ],
 )
 def test_a_signal_to_torchrun_or_a_launcher_saves_the_last_step_once_and_leaves_no_process(
@@ -88,7 +90,7 @@ def test_a_signal_to_torchrun_or_a_launcher_saves_the_last_step_once_and_leaves_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keepers_too", [False, True])
+@pytest.mark.parametrize("keepers_too", [False, pytest.param(True, marks=LONG)])
 def test_workers_whose_agent_is_killed_save_and_end(run_dir: Path, keepers_too: bool) -> None:
     """`kill -9` of torchrun itself, which would leave its workers running for ever; and of the keepers as well."""
     process = start([*(launcher(2) if keepers_too else torchrun(2, TRAIN)), *job(run_dir, *RARE, "--pause", 0.2)])

@@ -50,11 +50,14 @@ def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path, faults: int, epo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keeper", "kills"), [("on", 20), ("off", 2)])
+@pytest.mark.parametrize(
+    ("keeper", "kills"), [("on", 6), *(pytest.param(*it, marks=pytest.mark.long) for it in (("on", 20), ("off", 2)))]
+)
 def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Path, run_dir: Path) -> None:
     """And the control: without keepers each of them ends a job that torchrun must not start again."""
-    trained(2, small_runs.job(tmp_path / "undisturbed", "--epochs", 24))
-    job = small_runs.job(run_dir, "--epochs", 24, "--pause", 0.1, "--checkpoint-every", 0, "--keeper", keeper)
+    epochs = 4 + kills  # of 9 steps: a second or more
+    trained(2, small_runs.job(tmp_path / "undisturbed", "--epochs", epochs))
+    job = small_runs.job(run_dir, "--epochs", epochs, "--pause", 0.1, "--checkpoint-every", 0, "--keeper", keeper)
     mix = f"--kill-every 1s --seed 1 --count {kills} --faults kill"
     done = run(chaos(mix, *launcher("--max-restarts", 0, "--", *job)), limit=500)
     print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")

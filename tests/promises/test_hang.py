@@ -21,7 +21,7 @@ RECORDER = importlib.util.find_spec("torch.distributed.flight_recorder") is not 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_frozen_rank_is_named_and_the_bits_are_the_same(run_dir: Path, undisturbed: str, victim: int) -> None:
     options = job(run_dir, *RARE, "--pause", 0.1, "--hang-timeout", 5)
     process = start(torchrun(2, TRAIN, *options, restarts=1))

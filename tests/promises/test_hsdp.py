@@ -40,7 +40,7 @@ TWO = [*RARE, "--shard", 2]
 
 @pytest.mark.parametrize(
     ("ranks", "size", "micro_batches"),
-    [(4, 2, 7), pytest.param(4, 2, 12, marks=pytest.mark.slow), pytest.param(6, 3, 7, marks=pytest.mark.slow)],
+    [(4, 2, 7), pytest.param(4, 2, 12, marks=pytest.mark.slow), pytest.param(6, 3, 7, marks=pytest.mark.long)],
 )
 def test_a_step_has_the_bits_of_one_rank(tmp_path: Path, ranks: int, size: int, micro_batches: int) -> None:
     """With 7 micro-batches some ranks of a replica are idle, or all; three ranks send two sums of theirs."""
@@ -54,7 +54,7 @@ def test_a_step_has_the_bits_of_one_rank(tmp_path: Path, ranks: int, size: int, 
 
 @pytest.mark.parametrize(
     ("ranks", "size", "micro_batches"),
-    [(4, 2, 7), pytest.param(4, 2, 5, marks=pytest.mark.slow), pytest.param(6, 2, 7, marks=pytest.mark.slow)],
+    [(4, 2, 7), pytest.param(4, 2, 5, marks=pytest.mark.slow), pytest.param(6, 2, 7, marks=pytest.mark.long)],
 )
 def test_a_step_sends_as_many_bytes_as_the_docs_say(tmp_path: Path, ranks: int, size: int, micro_batches: int) -> None:
     found = results_of(ranks, "sharded_bytes_worker.py", tmp_path, micro_batches, "bf16", size)
@@ -69,7 +69,7 @@ def test_a_step_sends_as_many_bytes_as_the_docs_say(tmp_path: Path, ranks: int, 
     [
         (4, ["--shard", 2, "--clip-norm", 0.5, "--ema", 0.9, "--digest-every", 2]),
         pytest.param(4, ["--shard", 2, "--precision", "bf16", "--checkpoint-activations"], marks=pytest.mark.slow),
-        pytest.param(6, ["--shard", 3, "--optimizer", "sgd", "--batch-size", 6], marks=pytest.mark.slow),
+        pytest.param(6, ["--shard", 3, "--optimizer", "sgd", "--batch-size", 6], marks=pytest.mark.long),
     ],
 )
 def test_a_run_has_the_bits_and_metrics_of_one_rank(tmp_path: Path, ranks: int, more: list[Any]) -> None:
@@ -106,7 +106,9 @@ def test_four_ranks_may_be_two_then_three_then_four(run_dir: Path, one_rank: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [1, 0], ids=["the second node", "the first node"])
+@pytest.mark.parametrize(
+    "lost", [1, pytest.param(0, marks=pytest.mark.long)], ids=["the second node", "the first node"]
+)
 def test_a_lost_node_costs_no_step_that_all_ranks_had(run_dir: Path, one_rank: str, lost: int) -> None:
     lose_a_node(run_dir, "--shard", 2, lost=lost)
     assert "a lost node costs none either" in log_of(run_dir)

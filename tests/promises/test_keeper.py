@@ -29,7 +29,11 @@ def test_the_control_without_keepers_the_same_kill_ends_the_job(run_dir: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "raised", ["ZeroDivisionError: a bug in the user's loss", "RuntimeError: NCCL error of my own"]
+    "raised",
+    [
+        "ZeroDivisionError: a bug in the user's loss",
+        pytest.param("RuntimeError: NCCL error of my own", marks=pytest.mark.long),
+    ],
 )
 def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_path: Path, raised: str) -> None:
     """Also one that only looks like the loss of a rank."""
@@ -51,7 +55,8 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "name", "call", "expect", "restarts"), [(2, "SIGSEGV", 1, 1, 1), (0, "SIGKILL", 20, -signal.SIGKILL, 3)]
+    ("ranks", "name", "call", "expect", "restarts"),
+    [(2, "SIGSEGV", 1, 1, 1), pytest.param(0, "SIGKILL", 20, -signal.SIGKILL, 3, marks=pytest.mark.long)],
 )
 def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(
     tmp_path: Path, ranks: int, name: str, call: int, expect: int, restarts: int
@@ -84,7 +89,7 @@ def test_a_signal_for_a_keeper_alone_reaches_its_rank(run_dir: Path) -> None:
     assert "evenkeel: stopped by SIGTERM" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_single_process_starts_again_too(tmp_path: Path, run_dir: Path) -> None:
     fork(TRAIN, *job(run_dir, "--max-steps", 1)).wait()  # an older run in the way, which --fresh moves aside once
     process = start([sys.executable, str(TRAIN), *job(run_dir, "--checkpoint-every", 1, "--pause", 0.1, "--fresh")])

@@ -97,7 +97,7 @@ def test_what_is_in_memory_comes_to_the_disk_and_then_goes(run_dir: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("died", ["keeper", "trainer"])
+@pytest.mark.parametrize("died", ["keeper", pytest.param("trainer", marks=pytest.mark.long)])
 def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(run_dir: Path, undisturbed: str, died: str) -> None:
     """If torchrun restarts all, their memory is gone: when a keeper is killed, or a trainer after its last restart."""
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-restarts", 0), restarts=1))
@@ -190,7 +190,9 @@ def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stops", "code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 2, KEYBOARD)])
+@pytest.mark.parametrize(
+    ("stops", "code"), [pytest.param([signal.SIGTERM], 75, marks=pytest.mark.long), ([signal.SIGINT] * 2, KEYBOARD)]
+)
 def test_a_stop_while_a_keeper_of_changed_code_waits_for_the_disk(tmp_path: Path, stops: list[int], code: int) -> None:
     """It ends the job as stopped, or, if a second Ctrl-C comes, at once and with the code that says so."""
     run_dir, task = tmp_path / "run", runs.own_task(tmp_path)
@@ -250,7 +252,11 @@ STOPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stops", "ends"), STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize(
+    ("stops", "ends"),
+    [pytest.param(*it, marks=[] if name in ("one Ctrl-C", "two") else pytest.mark.long) for name, it in STOPS.items()],
+    ids=STOPS,
+)
 def test_a_second_ctrl_c_ends_the_wait(run_dir: Path, stops: list[tuple[float, signal.Signals]], ends: bool) -> None:
     with slow_checkpoint(run_dir, "--keeper-restarts", 0) as process:
         writer = killed(process)

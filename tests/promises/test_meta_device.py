@@ -47,8 +47,8 @@ def test_other_ranks_than_0_have_their_rows_and_a_block_in_memory(tmp_path: Path
     "more",
     [
         ["--ema", 0.9],
-        ["--checkpoint-activations", "--freeze", "blocks.1.up"],
-        ["--precision", "bf16", "--optimizer", "sgd"],
+        pytest.param(["--checkpoint-activations", "--freeze", "blocks.1.up"], marks=pytest.mark.long),
+        pytest.param(["--precision", "bf16", "--optimizer", "sgd"], marks=pytest.mark.long),
     ],
 )
 @pytest.mark.slow
@@ -86,8 +86,8 @@ def test_what_only_rank_0_refuses_ends_all_in_a_line(tmp_path: Path) -> None:
     [
         ("Read", "Tensor.item() cannot be called on meta tensors"),
         pytest.param("Drawn", "random numbers are drawn on the CPU", marks=pytest.mark.slow),
-        pytest.param("Attribute", "a tensor of shape [34] is no parameter or buffer", marks=pytest.mark.slow),
-        pytest.param("Choosy", "Tensor.item() cannot be called on meta tensors", marks=pytest.mark.slow),
+        pytest.param("Attribute", "a tensor of shape [34] is no parameter or buffer", marks=pytest.mark.long),
+        pytest.param("Choosy", "Tensor.item() cannot be called on meta tensors", marks=pytest.mark.long),
     ],
 )
 def test_what_cannot_be_built_without_values_is_built_by_all(tmp_path: Path, task: str, reason: str) -> None:

@@ -19,7 +19,11 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("muon", marks=WITH_MUON), *(pytest.param(it, marks=pytest.mark.slow) for it in ("adamw", "sgd"))],
+    [
+        pytest.param("muon", marks=WITH_MUON),
+        pytest.param("adamw", marks=pytest.mark.slow),
+        pytest.param("sgd", marks=pytest.mark.long),
+    ],
 )
 def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(tmp_path: Path, kind: str) -> None:
     run_dir, slow, options = tmp_path / "run", tmp_path / "slow", ["--reduce", "tree", *KINDS[kind]]

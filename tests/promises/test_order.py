@@ -30,23 +30,9 @@ TOKENS = {"batch_size": 48, "micro_batches": 4, "batch_tokens": 132}
 
 def job(run_dir: Path, way: str, *more: object) -> list[str]:
     cut = (TOKENS if way == "tokens" else LISTED).items()
-    shape = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not True) for name, value in cut]
-    return options(
-        TASK,
-        run_dir,
-        *shape,
-        "--epochs",
-        3,
-        "--reduce",
-        "tree",
-        "--log-every",
-        1,
-        "--checkpoint-every",
-        2,
-        "--way",
-        way,
-        *more,
-    )
+    shape: list[object] = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not True) for name, value in cut]
+    shape += ["--epochs", 3, "--reduce", "tree", "--log-every", 1, "--checkpoint-every", 2, "--way", way]
+    return options(TASK, run_dir, *shape, *more)
 
 
 def expected(way: str) -> list[list[int]]:
@@ -76,7 +62,9 @@ def trained_on(folder: Path, first: int, end: int, world_size: int) -> list[list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "workers"), [("order", 2), ("weights", 0), ("tokens", 2)])
+@pytest.mark.parametrize(
+    ("way", "workers"), [("order", 2), pytest.param("weights", 0, marks=pytest.mark.long), ("tokens", 2)]
+)
 def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     tmp_path: Path, way: str, workers: int
 ) -> None:
@@ -111,8 +99,8 @@ def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     ("way", "broken", "line"),
     [
         ("weights", "start", r"was read in 50 draws by sample_weights() ("),
-        pytest.param("order", "start", "was read in an order of 50 samples by order() (", marks=pytest.mark.slow),
-        pytest.param("tokens", "start", "13 micro-batches of at most 33 tokens by sample_l", marks=pytest.mark.slow),
+        pytest.param("order", "start", "was read in an order of 50 samples by order() (", marks=pytest.mark.long),
+        pytest.param("tokens", "start", "13 micro-batches of at most 33 tokens by sample_l", marks=pytest.mark.long),
         ("order", "later", "order(1) is not what it was when the run was in that epoch"),
     ],
 )
@@ -137,7 +125,7 @@ def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp
     ("broken", "line"),
     [
         ("rank-later", "order(1) is one order on rank 0 and another on rank 1"),
-        pytest.param("length", "order(1) has 49 samples and order(0) has 50", marks=pytest.mark.slow),
+        pytest.param("length", "order(1) has 49 samples and order(0) has 50", marks=pytest.mark.long),
     ],
 )
 def test_a_later_epoch_that_is_wrong_ends_the_run_before_it(

@@ -26,9 +26,11 @@ def test_there_are_patterns() -> None:
     assert len(NAMES) >= 7
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "MeanTeacher" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+MARKS = {"MeanTeacher": ()} | dict.fromkeys(("Curriculum", "Balanced", "Fold", "Rewarded"), pytest.mark.long)
+"""The long ones have an order, weights, a split or a loss of their own, as tasks of other promises have."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in NAMES])
 def test_a_pattern_keeps_the_promises(tmp_path: Path, name: str) -> None:
     (tmp_path / "patterns.py").write_text("\n\n".join(BLOCKS))
     shape = ["--batch-size", 128, "--epochs", 4, "--lr", 0.02, "--reduce", "tree", "--keeper", "off", "--log-every", 1]

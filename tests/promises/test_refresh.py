@@ -58,7 +58,11 @@ def test_killed_in_mid_epoch_it_goes_on_with_the_same_data_on_any_ranks(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [("--place", "0=0,3=1"), ("--model-parallel", 2)], ids=["placed", "cut"])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(("--place", "0=0,3=1"), marks=pytest.mark.long), ("--model-parallel", 2)],
+    ids=["placed", "cut"],
+)
 def test_a_model_on_several_devices_makes_the_same_data(tmp_path: Path, alone: Path, way: tuple[object, ...]) -> None:
     """refresh() gets a copy of it, whose networks must be on the same devices."""
     trained(2, recorded("placed", tmp_path, *way))

@@ -22,7 +22,7 @@ from tests.tasks.test_command_line import contents, once
         pytest.param(
             ["--run-dir", "../taken"],
             "evenkeel: --run-dir ../taken: is a file; name a folder\n",
-            marks=pytest.mark.slow,  # tests/run/test_run_directory.py has it in the process of pytest
+            marks=pytest.mark.long,  # tests/run/test_run_directory.py has it in the process of pytest
         ),
     ],
 )
@@ -65,7 +65,7 @@ def test_without_that_torchrun_starts_the_refused_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("refusing", ["23", "0123", "01"])
+@pytest.mark.parametrize("refusing", ["23", *(pytest.param(it, marks=pytest.mark.long) for it in ("0123", "01"))])
 def test_two_nodes_refuse_together(tmp_path: Path, refusing: str) -> None:
     """With one line each, whether or not the reason is on the node."""
     script = REFUSER.replace("time.sleep(120)", "job_store_of(os.environ)")

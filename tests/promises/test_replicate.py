@@ -77,7 +77,7 @@ def test_a_new_node_goes_on_at_the_last_step_that_all_ranks_had(run_dir: Path, o
     assert weights_of(run_dir) == one_rank
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fewer_ranks_go_on_at_that_step_too(run_dir: Path, one_rank: str) -> None:
     lose_a_node(run_dir, "--replicate", 1)
     trained(2, job(run_dir, *RARE, "--replicate", 1))
@@ -107,7 +107,7 @@ def test_a_node_that_is_killed_while_its_rows_are_on_their_way_costs_no_step_tha
     assert starts(run_dir) == [0, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_that_is_killed_while_a_new_attempt_sends_its_rows_costs_no_step(
     run_dir: Path, tmp_path: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ def kill(ranks: int, run_dir: Path, slow: Path, words: list[str], victims: int =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["onecycle", "plateau", "sequential"])
+@pytest.mark.parametrize("kind", [pytest.param("onecycle", marks=pytest.mark.long), "plateau", "sequential"])
 def test_killed_and_finished_on_other_ranks_rates_and_bits_are_those_of_an_undisturbed_run(
     tmp_path: Path, kind: str
 ) -> None:

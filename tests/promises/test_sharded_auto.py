@@ -32,7 +32,7 @@ def ranks_with(rooms: list[int], *arguments: object) -> list[Any]:
     [
         ([6000, 3900], 4, ["--ema", 0.9]),
         pytest.param([8000, 8000, 2100], 2, ["--hungry-in", "backward"], marks=pytest.mark.slow),
-        pytest.param([3900, 6000], 4, ["--precision", "bf16", "--checkpoint-activations"], marks=pytest.mark.slow),
+        pytest.param([3900, 6000], 4, ["--precision", "bf16", "--checkpoint-activations"], marks=pytest.mark.long),
     ],
 )
 def test_ranks_agree_and_the_run_is_that_of_the_number_typed(
@@ -89,7 +89,8 @@ def test_with_real_collectives_in_a_trial_they_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batch", [2, 7])  # of 14 samples: 7 and 2 micro-batches, in 4 rounds and in 1
+# of 14 samples: 7 and 2 micro-batches, in 4 rounds and in 1
+@pytest.mark.parametrize("micro_batch", [2, pytest.param(7, marks=pytest.mark.long)])
 def test_a_trial_takes_the_memory_of_a_step(tmp_path: Path, micro_batch: int) -> None:
     """The control, without a reserve for sums, takes less, if there are several rounds."""
     peaks, exact = {}, {"MALLOC_MMAP_THRESHOLD_": "500000", "MALLOC_ARENA_MAX": "1"}

@@ -94,7 +94,7 @@ def test_ten_kills_in_the_pass_the_step_and_the_copy_cost_no_step_that_all_ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True], ids=["recorded", "not recorded"])
-@pytest.mark.parametrize(("shard", "victims"), [("on", "all"), ("off", "0")])
+@pytest.mark.parametrize(("shard", "victims"), [("on", "all"), pytest.param("off", "0", marks=pytest.mark.long)])
 def test_an_evaluation_right_before_a_kill_is_done_once(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str, victims: str, lost: bool
 ) -> None:
@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_see_the_folder_ends_the_job_in_one_line(tmp_path: 
     assert "--shard on needs a shared folder for checkpoints: rank 1 does not see" in lines
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_commands_read_a_sharded_checkpoint_and_a_run_without_shards_goes_on_from_it(
     run_dir: Path, tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ def by_node(world_size: int, first_step: int, end: int) -> Counter[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_killed_on_two_ranks_and_finished_on_others_each_sample_comes_exactly_once(tmp_path: Path, ranks: int) -> None:
     folder, run_dir, record = tars(tmp_path / "shards", LENGTHS), tmp_path / "run", Records(tmp_path / "record")
     write_index(folder)

@@ -65,14 +65,9 @@ def disturbed(tmp_path: Path, seed: int, kills: int) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_finished_on_other_ranks_each_sample_comes_in_its_step(tmp_path: Path) -> None:
-    disturbed(tmp_path, seed=random.randrange(10**6), kills=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))
-def test_the_same_with_more_kills(tmp_path: Path, number: int) -> None:
-    disturbed(tmp_path, seed=random.randrange(10**6) * 4 + number, kills=3)
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_killed_and_finished_on_other_ranks_each_sample_comes_in_its_step(tmp_path: Path, kills: int) -> None:
+    disturbed(tmp_path, seed=random.randrange(10**6), kills=kills)
 
 
 @pytest.mark.slow

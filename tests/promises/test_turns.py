@@ -14,7 +14,7 @@ job = job_of("turns_task.py:Turns", "--epochs 2 --batch-size 12 --micro-batch 3 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduce", ["tree", "ring"])
+@pytest.mark.parametrize("reduce", ["tree", pytest.param("ring", marks=pytest.mark.long)])
 def test_turns_go_through_a_kill_and_other_numbers_of_ranks(tmp_path: Path, reduce: str) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     words = job(run_dir, "--reduce", reduce, "--slow", slow)

@@ -69,7 +69,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("rank", "step", "seed"),
-    [(1, 13, 4), *(pytest.param(*it, marks=pytest.mark.slow) for it in [(0, 0, 3), (2, 25, 5)])],
+    [(1, 13, 4), *(pytest.param(*it, marks=pytest.mark.long) for it in [(0, 0, 3), (2, 25, 5)])],
 )
 def test_a_flip_in_a_gradient_is_found_and_changes_no_bit(
     tmp_path: Path, right: str, rank: int, step: int, seed: int
@@ -126,7 +126,7 @@ def digests_of(run_dir: Path) -> dict[int, object]:
     return {it["step"]: it["digests"] for it in records(run_dir, "digest")}
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_whose_weights_drift_gets_them_anew_and_no_bit_changes(tmp_path: Path, right: str, rank: int) -> None:
     """The weights drift in the seventh step; rank 0 writes checkpoints and records digests, which were wrong."""
     words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 1, "--keep-every", 2, "--digest-every", 2)
@@ -148,7 +148,7 @@ def test_a_rank_whose_weights_drift_gets_them_anew_and_no_bit_changes(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_drift_that_others_may_have_used_ends_the_run_which_goes_back(tmp_path: Path, right: str, rank: int) -> None:
     """It was before the last steps, whose gradients are those of wrong weights on all ranks."""
     words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 4, "--checkpoint-every", 2)
@@ -191,8 +191,11 @@ NASTY = {
 }
 
 
+NASTIEST = ("dropout, BatchNorm, bfloat16, loaders", "two networks in turns")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", NASTY)
+@pytest.mark.parametrize("what", [it if it in NASTIEST else pytest.param(it, marks=pytest.mark.long) for it in NASTY])
 def test_one_flip_one_alarm_and_the_same_bits_with_a_nasty_model(tmp_path: Path, what: str) -> None:
     for every in (1, 0):
         run_dir = tmp_path / f"run-{every}"

@@ -49,7 +49,9 @@ TOLD = ["train/loss", "train/labels", "train/kept", "train/grad_norm"]
 @pytest.mark.parametrize(
     ("options", "worlds"),
     [
-        (["--micro-batch", 8, "--precision", "bf16"], (0, 4)),  # of which one is idle
+        pytest.param(
+            ["--micro-batch", 8, "--precision", "bf16"], (0, 4), marks=pytest.mark.long
+        ),  # of which one is idle
         (["--micro-batch", 5, "--precision", "fp16", "--model-parallel", 2], (0, 3)),
         (["--micro-batch", 5, "--sync-batchnorm", "--num-workers", 1], (4, 5)),
     ],

@@ -205,8 +205,7 @@ def test_random_models_with_wrappers_in_random_places(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["state_dict", "model", "net", "network", "model_state_dict", "weights", "my_own", "model.state_dict"],
+    "place", ["state_dict", "model", "net", "network", "model_state_dict", "weights", "my_own", "model.state_dict"]
 )
 def test_the_usual_dictionaries(place: str, file: Path) -> None:
     saved, model = Net(), Net()

@@ -294,8 +294,7 @@ OtherSetsOnRank1 = odd(
     ),
 )
 Exits = odd(  # the process, at a sample that no start looks at
-    "Exits",
-    train_dataset=lambda task: OfLength(lambda: 13, lambda index: sys.exit() if index == 1 else torch.ones(3)),
+    "Exits", train_dataset=lambda task: OfLength(lambda: 13, lambda index: sys.exit() if index == 1 else torch.ones(3))
 )
 NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda: -1))
 NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())

@@ -14,15 +14,7 @@ from evenkeel.common.errors import Ended, Refusal
 from evenkeel.config import Config, check_numbers
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.digits import digits
-from evenkeel.tasks.segment import (
-    CLASSES,
-    PooledNorm,
-    Segment,
-    confusion,
-    one_hot,
-    pixel_loss,
-    segmenter,
-)
+from evenkeel.tasks.segment import CLASSES, PooledNorm, Segment, confusion, one_hot, pixel_loss, segmenter
 from evenkeel.training.optimization import Rates
 from evenkeel.training.task import constants
 

@@ -32,9 +32,7 @@ from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.loss import Loss
 from evenkeel.training.optimization import Rates, rate_names
 from evenkeel.training.state import State
-from tests.support.processes import (
-    free_port,
-)
+from tests.support.processes import free_port
 from tests.support.steps import passes
 from tests.training.test_gradients import ALONE
 

@@ -118,15 +118,7 @@ TINY = Classify(dataset="fake", model_="shufflenet_v2_x0_5", image_size=32)
 
 @pytest.mark.parametrize(
     ("samples", "batch", "micro", "expected"),
-    [
-        (96, 8, 4, None),
-        (97, 8, 4, 12),
-        (101, 8, 4, 12),
-        (98, 8, 4, None),
-        (96, 9, 4, 0),
-        (96, 8, 1, 0),
-        (9, 9, 8, 0),
-    ],
+    [(96, 8, 4, None), (97, 8, 4, 12), (101, 8, 4, 12), (98, 8, 4, None), (96, 9, 4, 0), (96, 8, 1, 0), (9, 9, 8, 0)],
 )
 def test_which_step_has_a_single_sample(samples: int, batch: int, micro: int, expected: int | None) -> None:
     assert single(Plan(samples, batch, micro, epochs=2)) == expected

@@ -169,10 +169,7 @@ def test_a_state_that_begins_with_another_number_than_zero_has_it_once() -> None
     ("metric", "reason"),
     [
         (MulticlassAUROC(CLASSES), "the state 'preds' of a MulticlassAUROC is combined by cat, not by sum; choose"),
-        (
-            MulticlassF1Score(2, multidim_average="samplewise"),
-            "the state 'tp' of a MulticlassF1Score is combined by",
-        ),
+        (MulticlassF1Score(2, multidim_average="samplewise"), "the state 'tp' of a MulticlassF1Score is combined by"),
         (MaxMetric(), "the state 'max_value' of a MaxMetric is combined by max"),
         (PearsonCorrCoef(), "the state 'mean_x' of a PearsonCorrCoef is combined by none"),
         (MeanSquaredError() + MeanSquaredError(), f"{SINGLE}not a CompositionalMetric; name each of them"),

@@ -254,11 +254,7 @@ def first(model: nn.Module, batch: Any) -> Any:
 
 
 WRONG: list[tuple[Any, Any, str]] = [
-    (
-        lambda m, b: first(m, b).mean(0),
-        whitening,
-        r"^embed\(\) returned a tensor of shape \[4\] for a batch of 5 ",
-    ),
+    (lambda m, b: first(m, b).mean(0), whitening, r"^embed\(\) returned a tensor of shape \[4\] for a batch of 5 "),
     (
         lambda m, b: {"z": first(m, b)[:2]},
         whitening,
@@ -268,11 +264,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     (lambda m, b: first(m, b).to(torch.complex64), whitening, r"it must be a tensor of real numbers"),
     (lambda m, b: first(m, b).detach(), whitening, r"embed\(\) returned embeddings without a gradient: they do not"),
     (lambda m, b: first(m, b)[:, : len(b[0])], whitening, r"rows of \[4\] float32 for one batch and of \[1\] float32"),
-    (
-        lambda m, b: {"z": first(m, b), "x": b[0]},
-        lambda e: e["x"].sum(),
-        "or batch_loss.. uses only those that",
-    ),
+    (lambda m, b: {"z": first(m, b), "x": b[0]}, lambda e: e["x"].sum(), "or batch_loss.. uses only those that"),
     (first, lambda z: z.sum(1), r"batch_loss\(\) returned a tensor of shape \[16\]: it must return a scalar"),
     (first, lambda z: z.detach().sum(), r"batch_loss\(\) returned a tensor without a gradient"),
     (first, lambda z: (z.sum(), {"lr": 1.0}), r"batch_loss\(\) returned a part named 'lr'"),
