@@ -125,7 +125,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     process, begun = start(command, env={"TMPDIR": str(tmp_path)}), ""
     while "--reduce tree" not in begun:
         begun += process.stderr.readline()
-    assert re.match(r"evenkeel: +0\.0 s  first .*, then 8 short jobs, .*\n.* about two minutes", begun)
+    assert re.match(r"evenkeel: +0\.0 s  first .*, then 8 short jobs; .*\n.* about two minutes", begun)
     assert " s  job 1 of 8: --reduce tree on 2 ranks" in begun
     (folder,) = tmp_path.glob("evenkeel-check-*")
     run_dir = folder / "tree-2" / "run"
