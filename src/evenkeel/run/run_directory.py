@@ -27,7 +27,7 @@ from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
 from ..config import differences
 from .checkpoint import step_folders
-from .records import is_run, read_config, read_facts, read_record
+from .records import is_run, is_untrained, read_config, read_facts, read_record
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ class RunDirectory:
 
     def start_over(self, tokens: Sequence[str]) -> Path | None:
         """Move the run in the folder aside and return its new path; do nothing if a restart of this launch made it.
+        One that has trained nothing stays, and its logs go on.
 
         Args:
             tokens: the `launch_token` of every rank. torchrun's own restart count stays 0 when a node joins.
@@ -120,8 +121,9 @@ class RunDirectory:
         """
         if not is_run(self.path) or has_begun(self.status, tokens):
             return None
-        self.status, self.trouble = {}, ""
-        return _move_aside(self.path)
+        untrained, attempts = is_untrained(self.path), self.status.get("world_sizes", [])
+        self.status, self.trouble = {"world_sizes": attempts} if untrained else {}, ""
+        return self.path if untrained else _move_aside(self.path)
 
     def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
@@ -212,7 +214,7 @@ def check(path: Path, run: Identity, fresh: bool) -> None:
         if path.is_dir() and not is_run(path) and (foreign := _foreign(path)):
             holds = foreign[0] + f" and {len(foreign) - 1} more" * (len(foreign) > 1)
             raise Refusal(f"--run-dir {path}: is not empty and not a run: it has {holds}; name another folder")
-        if not fresh:
+        if not (fresh or is_untrained(path)):
             _refuse_another_run(path, run)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # checks that files can be written here
@@ -226,7 +228,7 @@ def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
     """Check the folder by :func:`check`, and lock it for rank 0 of this job, or refuse if it is in use."""
     check(path, run, fresh)
     locked = _lock(path)
-    if not fresh:  # again: the previous job may have started over
+    if not (fresh or is_untrained(path)):  # again: the previous job may have started over
         _refuse_another_run(path, run)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
@@ -357,8 +359,7 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
         )
         more = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
         more *= bool({"epochs", "max_steps"} & {name for name, *_ in changed})
-        if not (status.get("step") or step_folders(folder)):
-            more = " (it has not finished a step)"
+        more = more if status.get("step") or step_folders(folder) else " (it has not finished a step)"
         raise Refusal(
             f"--run-dir {path}: has another run: {shown}; continue it with the old values, name another folder, "
             f"or start over with --fresh{more}"
