@@ -127,7 +127,7 @@ class Ending:
         seconds = sum(spent.values()) - dead
         training = round(100 * spent["productive"] / max(seconds, 1e-9))
         took = f"{seconds:.1f} s ({training} % training, {100 - training} % start-up and other)"
-        took += f", and {dead:.0f} s while it was not running or hung" * (dead >= 1)
+        took += f", and was down for {dead:.0f} s more (no process, or a hang)" * (dead >= 1)
         early, found = f", {why}" * bool(why), f": {shown(metrics)}" * bool(metrics)
         self._attempt.print(f"finished in {took}{early}{found}  -> {self._attempt.path / 'model.pt'}")
         tracker.send(self._state.step, self._best(metrics))
