@@ -40,7 +40,7 @@ def test_it_is_short() -> None:
     """
     pages = [ROOT / "README.md", *(page for page in PAGES if page.name != "api.md")]
     words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages}
-    assert sum(words.values()) <= 28_190, sorted(words.items(), key=lambda it: -it[1])
+    assert sum(words.values()) <= 28_189, sorted(words.items(), key=lambda it: -it[1])
     assert words["index.md"] <= 300
     assert len((ROOT / "README.md").read_text().split()) < 1500, "it is to take ten minutes"
 
