@@ -241,6 +241,10 @@ def read_config(path: Path) -> dict[str, Any]:
     return options
 
 
+MIRRORED = "EVENKEEL_MIRROR"
+"""The environment variable with the run directory whose checkpoints a process of this node copies (--mirror)."""
+
+
 def recorded_options(path: Path | None) -> dict[str, Any]:
     """Values that the run has recorded for options that were left open: "micro_batch", "micro_batches" and CPU
     "threads". Empty without a run, or of one that has trained nothing; an older version may lack some."""
@@ -258,15 +262,15 @@ def recorded_options(path: Path | None) -> dict[str, Any]:
 
 
 def is_untrained(path: Path) -> bool:
-    """Whether the run in a folder failed or was stopped before its first step, and has neither a checkpoint, here or
-    perhaps in a mirror, nor weights or metrics. It may be started again with other options and data."""
+    """Whether the run in a folder failed or was stopped before its first step, and has neither a mirror nor a
+    checkpoint, weights or metrics. It may be started again with other options and data."""
     try:
         status, trouble = read_facts(path / "status.json")
         worth = trouble or status.get("step") or status.get("state") not in ("failed", "stopped")
-        worth = worth or (path / "model.pt").exists() or read_config(path / "config.toml").get("mirror")
+        worth = worth or (path / "model.pt").exists() or MIRRORED in os.environ
         worth = worth or (os.path.lexists(path / "checkpoints") and any((path / "checkpoints").iterdir()))
         return not worth and not any(record["step"] for record in read_records(path / "metrics.jsonl"))
-    except (OSError, Refusal):
+    except OSError:
         return False
 
 

@@ -50,8 +50,6 @@ BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d
 
 MAX_FRUITLESS = 3
 """Maximum consecutive attempts that die before their first step."""
-MIRRORED = "EVENKEEL_MIRROR"
-"""The environment variable with the run directory whose checkpoints a process of this node copies (--mirror)."""
 
 
 def launch_token() -> str:

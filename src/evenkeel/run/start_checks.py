@@ -16,7 +16,7 @@ from ..distributed.devices import explain_unused
 from ..distributed.world import World
 from ..training.precision import substitute
 from ..training.shares import first_shares
-from .run_directory import MIRRORED
+from .records import MIRRORED
 
 
 def refuse_unmirrored(config: Config) -> None:

@@ -95,7 +95,6 @@ def options_of(
         except (OSError, TypeError):  # of a notebook's cell
             from_file["task"] = f"{task.__module__}:{task.__name__}"
     task_class = task or load_task(str(early.task or from_file["task"]), label)
-    refuse_other_parameters(task_class)
     task_options = task_class if is_dataclass(task_class) else _NoOptions
     _check_options(task_class, task_options)
     refuse_empty(arguments, task_options)
@@ -174,8 +173,10 @@ def _check_options(task_class: type[Task], options: type) -> None:
     """Refuse a task's options that tyro would ignore or cannot offer.
 
     Raises:
-        Refusal: @dataclass ignores a field or a default; an option has the name of one of train.py's, or no default.
+        Refusal: @dataclass ignores a field or a default; an option has the name of one of train.py's, or no default; a
+            method has other parameters than Task's.
     """
+    refuse_other_parameters(task_class)
     known: set[str] = {option.name for option in fields(options)}
     for cls in (cls for cls in task_class.__mro__ if issubclass(cls, Task)):
         annotated = inspect.get_annotations(cls)
