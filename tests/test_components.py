@@ -18,16 +18,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1495,
+    "common": 1498,
     "config": 586,
     "data": 3160,
-    "distributed": 2297,
-    "resilience": 1637,
+    "distributed": 2363,
+    "resilience": 1639,
     "training": 6034,
-    "run": 6634,
-    "tasks": 2191,
+    "run": 6653,
+    "tasks": 2214,
     "mirror": 548,
-    "launch": 2987,
+    "launch": 3000,
     "cli": 7482,
     "time_travel": 1673,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,17 @@ VERDICTS |= {(1, 75): 1, (1, -15): 1}  # torchrun stops the others after a failu
 @pytest.mark.parametrize(("codes", "code"), VERDICTS.items())
 def test_the_verdict_over_a_nodes_ranks(codes: tuple[int, ...], code: int) -> None:
     assert agent.verdict([*codes]) == code
+
+
+def test_the_last_line_is_what_the_first_rank_to_fail_has_said(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (file := tmp_path / "0" / "error.json").write_text("{}")
+    lost, killed = SimpleNamespace(error_file=str(file), exitcode=1), SimpleNamespace(error_file="<N/A>", exitcode=-9)
+    killed.message = "Signal 9"
+    assert agent.causes([lost]) == []
+    assert agent.causes([lost, killed]) == ["evenkeel: the job has failed: Signal 9"]
+    (tmp_path / "failed").write_text("ValueError: two at job.py:3\n")
+    assert agent.causes([killed, lost])[0] == "evenkeel: the job has failed: ValueError: two at job.py:3"
 
 
 def test_first_error_leaves_out_what_is_half_written(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
         assert recorded() == (2, 6, "1/2 of a step")
 
     strict = stopped_after(3, 2, "--strict-bits")
-    assert "1 of 3 ranks have nothing to do" in strict
+    assert "1 of 3 ranks has nothing to do" in strict
     assert "void" not in strict
     assert recorded() == (2, 6, "1/2 of a step")
 

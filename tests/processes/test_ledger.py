@@ -50,7 +50,7 @@ def test_the_hour_between_a_stop_and_the_next_start_is_told_apart(run_dir: Path)
     metrics.write_text("".join(json.dumps(it | {"time": it["time"] - 3600}) + "\n" for it in written))
     out = run_forked(*command).stdout
     assert re.search(r"train/loss .* goodput 0 %$", out, re.MULTILINE)
-    took = re.search(r"finished in ([\d.]+) s \((\d+) % of it training\), and 36\d\d s while it was not running", out)
+    took = re.search(r"finished in ([\d.]+) s \((\d+) % of it training\), and was down for 36\d\d s more", out)
     assert took, out
     assert float(took[1]) < 600
     seconds = read(run_dir)["ledger"]

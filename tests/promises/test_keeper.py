@@ -55,6 +55,38 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("kind", "launcher", "until", "expect", "attempts"),
+    [
+        ("ValueError", False, 9, -signal.SIGALRM, 2),
+        ("ValueError", True, 9, 2, 2),
+        ("ConnectionError", False, 9, 1, 3),  # the controls: perhaps of a network, and one that goes away
+        ("ValueError", True, 1, 0, 2),
+    ],
+)
+def test_the_same_mistake_again_before_the_first_step_ends_the_job(
+    tmp_path: Path, kind: str, launcher: bool, until: int, expect: int, attempts: int
+) -> None:
+    """And the corrected command goes on in the same folder, with other options, because nothing was trained."""
+    body = f"""
+    def loss(self, model, batch):
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "9")) < {until}:
+            raise {kind}("a bug")
+        return super().loss(model, batch)
+    """
+    options = [*job(tmp_path / "run", *RARE, "--task", own_task(tmp_path, body))]
+    ours = [sys.executable, "launch/single_node.py", "-g", "2", "--max-restarts", "2", "--"]
+    done = run([*ours, *options] if launcher else torchrun(2, TRAIN, *options, restarts=2), env=OWN, expect=expect)
+    assert len(records(tmp_path / "run", "start")) == attempts
+    again = "; the same error again, before the first step: not tried again"
+    assert done.stderr.count(again) == (expect not in (0, 1))
+    if expect == 2:
+        assert done.stderr.endswith(f"{again}\n")
+        corrected = run([sys.executable, TRAIN, *options, "--seed", 5], env=OWN)
+        assert f"nothing was trained in {tmp_path / 'run'}; starting again" in corrected.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("ranks", "name", "call", "expect", "restarts"),
     [(2, "SIGSEGV", 1, 1, 1), pytest.param(0, "SIGKILL", 20, -signal.SIGKILL, 3, marks=pytest.mark.long)],
 )

@@ -25,7 +25,7 @@ import tomli_w
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.run import run_directory
-from evenkeel.run.records import is_run, read_config, read_facts
+from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
 from evenkeel.run.run_directory import Identity, RunDirectory, launch_token, prepare_folder
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
@@ -353,6 +353,28 @@ def change_and_end(path: Path, ready: Any) -> None:
     ready.set()
     time.sleep(0.4)
     directory.begin(OPTIONS | {"seed": 5}, [""])
+
+
+def test_a_run_that_has_trained_nothing_is_started_again(path: Path) -> None:
+    claim(path, OPTIONS, fresh=False).begin(OPTIONS, ["its launch"])
+    other = OPTIONS | {"seed": 5}
+    assert "--seed was 0" in refusal(path, other), "it may still run"
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.update("failed", step=0, samples={"training": 3})
+    directory.release()
+    (path / "checkpoints").mkdir()
+    directory = claim(path, other, fresh=False, samples={"training": 4})
+    assert directory.start_over(["its launch"]) is None, "a restart"
+    assert directory.start_over(["another"]) == path
+    directory.begin(other, ["another"])
+    assert (directory.attempts, directory.fruitless, directory.status.get("samples")) == (2, 1, None)
+    directory.update("failed", step=0)
+    directory.release()
+    assert is_untrained(path)
+    for made in ("checkpoints/step-00000007", "checkpoints/.step-00000007.old", "model.pt", "metrics.jsonl"):
+        (path / made).write_text('{"kind": "train", "step": 7, "time": 1.0}\n')
+        assert "--seed was 5" in refusal(path), "the control: there is something to lose"
+        (path / made).unlink()
 
 
 def test_who_waits_looks_again_at_whose_run_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

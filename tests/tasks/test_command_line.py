@@ -22,10 +22,10 @@ import train
 from evenkeel.__main__ import subcommands
 from evenkeel.common import arguments
 from evenkeel.common.arguments import flag
-from evenkeel.common.errors import Ended, Refusal
+from evenkeel.common.errors import Ended, EndedByData, EndedHere, Refusal
 from evenkeel.common.processes import can_lose_a_node
 from evenkeel.config import GROUPS, Config, saved_options
-from evenkeel.distributed.exits import exit_code, forget_error
+from evenkeel.distributed.exits import exit_code, forget_error, is_mistake
 from evenkeel.launch.agent import first_error
 from evenkeel.launch.launchers import MultiNode, option_words
 from evenkeel.tasks.classify import Classify
@@ -588,6 +588,37 @@ def test_of_several_ranks_with_a_bug_the_first_prints_its_traceback_and_all_repo
     (tmp_path / "attempt_1" / "failed").unlink()
     forget_error()  # as before a restart in place
     assert fail("2").count("Traceback") == 1
+
+
+def from_another(error: Exception, cause: Exception) -> Exception:
+    """The error as `raise error from cause` leaves it."""
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "comes_again"),
+    [
+        (ValueError("a"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), True),
+        (RuntimeError("Expected all tensors to be on the same device, but found cuda:0 and cpu"), True),
+        (EndedHere("loss() returned a float"), True),
+        (KeyError("Caught KeyError in DataLoader worker process 0."), True),
+        (RuntimeError("Caught UnicodeDecodeError in DataLoader worker process 0."), False),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), False),
+        (RuntimeError("CUDA error: unspecified launch failure"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (torch.distributed.DistBackendError("NCCL"), False),
+        (ConnectionResetError("by peer"), False),
+        (MemoryError(), False),
+        (EndedByData("an image does not decode"), False),
+        (from_another(ValueError("no index"), FileNotFoundError(2, "gone")), False),
+        (from_another(ValueError("no index"), KeyError("index")), True),
+    ],
+    ids=str,
+)
+def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again: bool) -> None:
+    assert is_mistake(error) == comes_again
 
 
 def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:

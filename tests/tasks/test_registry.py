@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from evenkeel.common.errors import Refusal
+from evenkeel.common.user_code import load_name
 from evenkeel.config import Config
 from evenkeel.tasks import registry
 from evenkeel.tasks.command_line import parse
-from evenkeel.tasks.registry import built_in, default_task, load_task
+from evenkeel.tasks.registry import built_in, default_task, load_task, refuse_other_parameters
 from evenkeel.training.task import Classification
 
 Write = Callable[[str, str], Path]
@@ -168,6 +171,21 @@ def test_a_class_that_is_no_task(write: Write) -> None:
     write("odd.py", "class Odd: ...\nnumber = 3\ndef function(): ...\n")
     for name in ("Odd", "number", "function"):
         assert refusal(f"odd.py:{name}") == f"{name} is not a subclass of evenkeel.tasks.Task in odd.py"
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("loss(self, batch)", "Odd.loss(self, batch) must be loss(self, model, batch), at {}:3"),
+        ("metrics(self, model)", "Odd.metrics(self, model) must be metrics(self, model, batch), at {}:3"),
+        ("model()", "Odd.model() must be model(self), at {}:3"),
+        *((f"loss(self, {more})", "") for more in ("net, batch, step", "net, batch, scale=1", "*of_any")),
+    ],
+)
+def test_a_method_with_other_parameters(write: Write, method: str, expected: str) -> None:
+    path = write("odd.py", f"from evenkeel.tasks import Task\nclass Odd(Task):\n    def {method}: ...\n")
+    with pytest.raises(Refusal, match=re.escape(expected.format(path))) if expected else nullcontext():
+        refuse_other_parameters(load_name("odd.py:Odd", ""))
 
 
 def test_a_class_that_lacks_methods(write: Write) -> None:

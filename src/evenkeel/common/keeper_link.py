@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal"]
+Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "again"]
 """The name by which all ranks of this generation meet; --keeper-restarts; --grace; the first step that is finished; the
 facts of a state in memory (`resilience.memory_checkpoint`); why the rank ends: it has lost another one (with what to
-print if that is not so), it hangs, or it refuses its input."""
+print if that is not so), it hangs, refuses its input, or has failed as before and should not start again."""
 
 REGROUP = signal.SIGVTALRM
 """From a keeper to its rank: another rank has died. Save the last finished step and leave, to be forked again. It is a
@@ -29,7 +29,7 @@ class _Keeper(NamedTuple):
 
 
 _keeper: _Keeper | None = None
-_sent_loss = False
+_sent: set[Message] = set()
 _last_act: Callable[[], object] | None = None
 _sending = threading.Lock()  # a pipe does not mix long messages if only one thread writes
 _why_absent = ""
@@ -73,9 +73,9 @@ def launcher() -> int:
     return _keeper.launcher if _keeper else os.getppid()
 
 
-def has_sent_loss() -> bool:
-    """Whether this rank has sent that it lost another one; its keeper then usually forks it again."""
-    return _sent_loss
+def has_sent(message: Message) -> bool:
+    """Whether this rank has sent such a message, or would have if it had a keeper."""
+    return message in _sent
 
 
 def before_exit(act: Callable[[], object]) -> None:
@@ -92,8 +92,7 @@ def run_before_exit() -> None:
 
 def send(message: Message, value: str = "") -> None:
     """Send a message to the keeper, if there is one. It reads all that was sent before this process ended."""
-    global _sent_loss
+    _sent.add(message)
     if _keeper:
-        _sent_loss = _sent_loss or message == "lost"
         with contextlib.suppress(OSError), _sending:  # the keeper is dead, and this process ends soon
             os.write(_keeper.pipe, f"{message} {value}\n".encode(errors="surrogateescape"))

@@ -26,6 +26,9 @@ AGENT_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
 REFUSAL = signal.SIGALRM
 """From a rank to its agent: the input is refused, and a restart would not change that."""
 
+FAILURE = signal.SIGPROF
+"""The same to an agent of ours: the rank has failed by the same error as before."""
+
 
 class Stat(NamedTuple):
     """A process as the kernel describes it; see proc_pid_stat(5)."""
@@ -126,7 +129,7 @@ def _in_mask(pid: int, mask: str, number: signal.Signals) -> bool:
 
 def torchrun_agent() -> int | None:
     """The pid of the torchrun that started this process; None if something else did, such as a shell in between."""
-    parent = os.getppid()
+    parent = keeper_link.launcher()
     named = process_name(parent) == "pt_elastic"  # `torch.distributed.run` names its thread so
     return parent if "TORCHELASTIC_RUN_ID" in os.environ and named else None
 
@@ -144,21 +147,22 @@ def can_lose_a_node(agent: int) -> bool:
     return "EVENKEEL_LARGEST_WORLD" in os.environ or bool(re.search(r"--nnodes[=\0](\d+):(?!\1\0)", typed))
 
 
-def end_agent(agent: int, failed: bool = False) -> None:
+def end_agent(agent: int, failed: bool = False, by: signal.Signals = REFUSAL) -> None:
     """End torchrun without a restart of its workers, and wait for its end, 5 seconds at most.
 
-    The signal is one that torchrun does not handle, because it prints a traceback for the others. Some torchruns need
-    SIGTERM: process 1 of a container, which no other signal ends; one with --redirects or --tee, which has still to
-    print what it captured; and one that should end with exit code 1 (`failed`).
+    An agent of ours gets the signal `by`, torchrun one that it does not handle, because it prints a traceback for the
+    others. Some torchruns need SIGTERM: process 1 of a container, which no other signal ends; one with --redirects or
+    --tee, which has still to print what it captured; and one that should end with exit code 1 (`failed`).
     """
     with contextlib.suppress(OSError):  # it has just ended
         children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
         workers = [child for child in children if child != os.getpid() and _is_of_torchrun(child)]
         shown = os.path.samestat(Path(f"/proc/{agent}/fd/2").stat(), os.fstat(2))
-        quiet = (shown and agent != 1 and not failed) or _in_mask(agent, "SigCgt", REFUSAL)  # our agent handles it
+        quiet = shown and agent != 1 and not failed
+        number = by if _in_mask(agent, "SigCgt", by) else REFUSAL if quiet else signal.SIGTERM
         if os.getppid() != agent:
             return  # it has ended, and its pid may now be another process's
-        os.kill(agent, REFUSAL if quiet else signal.SIGTERM)
+        os.kill(agent, number)
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself; go on with the others
                 os.kill(worker, signal.SIGTERM)

@@ -16,10 +16,24 @@ from typing import NoReturn
 from ..common import keeper_link
 from ..common.display import say
 from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, place_of
-from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
+from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
 """Patterns in these errors: gloo's have no type of their own but RuntimeError."""
+
+MISTAKES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""Errors of code, unless one of another type led to them, or they are torch's own types."""
+
+OF_MACHINES = (
+    r"out of memory|allocate memory|CUDA (error|driver)|C[UH]\w+_STATUS|cuDNN error|NVML|DataLoader worker \(pid"
+    "|another exception occurred:|direct cause of the following"
+)
+"""Patterns in such errors that the next try may not have; the last two: in a loader process, with another cause."""
+
+AGAIN = "; the same error again, before the first step: not tried again"
 
 OTHERS_SPEAK = 10.0
 """Seconds that other ranks of a node wait for local rank 0 to print a refusal before they print it themselves."""
@@ -29,17 +43,21 @@ def exit_code(main: Callable[[], int | None]) -> int:
     """Run a main program and return its exit code.
 
     A refusal prints one line on stderr and returns 2, another known end a line and 1, a bug a traceback, a line and 1.
-    Of a node's ranks the first to fail prints, a traceback once. A refusal also ends torchrun, which would restart.
+    Of a node's ranks the first to fail prints, a traceback once. A refusal also ends torchrun, which would restart, and
+    so does a mistake in the code the second time, if no step was finished.
     """
     try:
         return main() or 0
     except Ended as ended:
         line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
         # rank 0 may know more than the first one, such as which ranks are missing
-        if fails_first(line, or_otherwise=rank_0) if isinstance(ended, EndedHere) else rank_0:
-            _tell(line)
+        first = fails_first(line, or_otherwise=rank_0)
+        speaks = first if isinstance(ended, EndedHere) else rank_0
+        again = _comes_again(ended, line)
+        if speaks:
+            _tell(line + AGAIN * again)
         _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
-        return FAILED
+        return _failed(again)
     except Refusal as refusal:
         line = " ".join(str(refusal).split())
         if keeper_link.has_keeper():
@@ -49,15 +67,17 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return REFUSED
     except Exception as error:
         # printed here, so that `leave` can follow: shutting down the interpreter delays a restart by a second
-        line = reason_of(error).rstrip(".: ") + place_of(error.__traceback__)
+        line, again = reason_of(error).rstrip(".: ") + place_of(error.__traceback__), False
         if keeper_link.has_keeper() and is_loss_of_a_rank(error):
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
-        elif fails_first(line):
-            if not _failed_before(line):
+        else:
+            speaks, again = fails_first(line), _comes_again(error, line)
+            if speaks and not _failed_before(line):
                 sys.excepthook(type(error), error, error.__traceback__)
-            _tell(f"rank {os.environ.get('RANK', '0')} failed: {line}")
+            if speaks:
+                _tell(f"rank {os.environ.get('RANK', '0')} failed: {line}{AGAIN * again}")
         _shorten_report(line, with_traceback=True)
-        return FAILED
+        return _failed(again)
 
 
 def reason_of(error: BaseException) -> str:
@@ -100,6 +120,44 @@ def _failed_before(line: str) -> bool:
     return False
 
 
+def _comes_again(error: BaseException, line: str) -> bool:
+    """Whether torchrun should not try again: the first rank to fail of two attempts, and this one, had this error
+    before a step was finished, and it is a mistake in the code. Only on one node: another may have failed otherwise."""
+    alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
+    if keeper_link.has_sent("progress") or not (alone and _failed_before(line) and is_mistake(error)):
+        return False
+    return _mark(os.environ["TORCHELASTIC_ERROR_FILE"]).read_bytes() == _bytes(line)
+
+
+def is_mistake(error: BaseException | None) -> bool:
+    """Whether an error and all that led to it come from code, and not from a machine, a network or another rank."""
+    while error:
+        name = type(error).__name__  # in a loader process it may have had another one
+        mistake = isinstance(error, MISTAKES) and type(error).__module__.partition(".")[0] != "torch"
+        machine = isinstance(error, OSError) or bool(re.search(rf"{OF_MACHINES}|^Caught (?!{name} )", str(error)))
+        # ours and torch's: where ranks wait for others
+        machine |= any(it.filename.endswith("rendezvous.py") for it in traceback.extract_tb(error.__traceback__))
+        if machine or not (mistake or type(error) is EndedHere) or is_loss_of_a_rank(error):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
+
+
+def _failed(for_good: bool) -> int:
+    """The exit code of a rank that has failed; ``for_good``: and that torchrun should not start again."""
+    if for_good and keeper_link.has_keeper():
+        keeper_link.send("again")  # the keeper gives up
+    elif for_good:
+        give_up()
+    return FAILED
+
+
+def give_up() -> None:
+    """End torchrun, which would start this rank again, after an error that would come again."""
+    if agent := torchrun_agent():
+        end_agent(agent, by=FAILURE)
+
+
 def forget_error() -> None:
     """Forget that this rank has failed, or torchrun would report it at the next end."""
     with contextlib.suppress(KeyError, OSError):
@@ -108,7 +166,15 @@ def forget_error() -> None:
 
 
 def _bytes(line: str) -> bytes:
-    return line.encode("utf-8", "backslashreplace")  # a path need not be UTF-8
+    # a path need not be UTF-8; and an error in a later step is another one
+    return (line + "\n" * keeper_link.has_sent("progress")).encode("utf-8", "backslashreplace")
+
+
+def said_first(error_file: str) -> str:
+    """The line of the node's first rank to fail, in the attempt of an error file; "" if it is not known."""
+    with contextlib.suppress(OSError):
+        return _mark(error_file).read_text(errors="replace").strip()
+    return ""
 
 
 def _mark(error_file: str) -> Path:
@@ -155,7 +221,7 @@ def leave(code: int) -> NoReturn:
     Does not shut down the interpreter: gloo's threads may still be releasing a collective, which once in some hundred
     runs aborted the process (exit code -6), and torchrun would restart a finished run.
     """
-    if not keeper_link.has_sent_loss():  # else the next fork misses what they delete
+    if not keeper_link.has_sent("lost"):  # else the next fork misses what they delete
         atexit._run_exitfuncs()
     leave_nothing()
     for stream in (sys.stdout, sys.stderr):

@@ -4,7 +4,8 @@
 
 torchrun itself exits with 1 whatever happened. A scheduler or container engine must know whether to start the job
 again: 0 finished, 75 (:data:`~evenkeel.resilience.interruption.STOPPED`) stopped and can be continued, also by the loss
-of node 0 or because too few nodes have come, 2 refused, 137 a rank was killed too often; any other code is a bug.
+of node 0 or because too few nodes have come, 2 refused, or the same error twice before the first step, 137 a rank was
+killed too often; any other code is a bug.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ from typing import Any
 from ..common.arguments import some_options
 from ..common.errors import REFUSED, Refusal
 from ..common.network import Waiting
-from ..common.processes import AGENT_SIGNALS, REFUSAL, survives_the_terminal
+from ..common.processes import AGENT_SIGNALS, FAILURE, REFUSAL, survives_the_terminal
+from ..distributed.exits import said_first
 from ..resilience.interruption import STOPPED
 from ..run.records import read_config
 
 KILLED = 128 + signal.SIGKILL  # exit code after a kill by the kernel (out of memory) or together with the node
 
 
-def main(arguments: list[str], lost: int = STOPPED) -> int:
-    """Run torchrun in this process, so that no signals need to be forwarded; `lost`: the code where node 0 is lost."""
+def main(arguments: list[str], lost: int = STOPPED, again: int = REFUSED) -> int:
+    """Run torchrun in this process, so that no signals need to be forwarded. `lost`, `again`: the code where node 0 is
+    lost, and after the same error twice."""
     names = ",".join(number.name for number in heed_signals())
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", names)  # for --signals-to-handle; not in torch 2.8
     from torch.distributed import run
 
     typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     with _mirrored(typed) as refused:
-        return refused or _run(arguments, typed, lost)
+        return refused or _run(arguments, typed, lost, again)
 
 
 def _mirrored(typed: Any) -> AbstractContextManager[int]:
@@ -58,7 +61,7 @@ def _mirrored(typed: Any) -> AbstractContextManager[int]:
     return contextlib.nullcontext(0)
 
 
-def _run(arguments: list[str], typed: Any, lost: int) -> int:
+def _run(arguments: list[str], typed: Any, lost: int, again: int) -> int:
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -71,15 +74,23 @@ def _run(arguments: list[str], typed: Any, lost: int) -> int:
     try:
         run.main(arguments)
     except ChildFailedError as error:
-        print(error, file=sys.stderr, flush=True)
+        # the last line is what one looks at
+        print("\n".join([str(error), *causes(error.failures.values())[:1]]), file=sys.stderr, flush=True)
         return verdict([failure.exitcode for failure in error.failures.values()])
     except SignalException as ended:  # the workers got the signal, and time to save
-        return REFUSED if ended.args == (REFUSAL.name,) else STOPPED
+        return {(REFUSAL.name,): REFUSED, (FAILURE.name,): again}.get(ended.args, STOPPED)
     except (*gone, DistError) as error:  # torchrun has stopped the workers, which have saved
         reason = str(error).partition("\n")[0] or type(error).__name__
         print(f"evenkeel: node 0 is lost, or too few nodes have come: {reason}", file=sys.stderr, flush=True)
         return lost
     return 0
+
+
+def causes(failures: Iterable[Any]) -> list[str]:
+    """Why a job failed on this node, in a line for each reason: the error of the first rank to fail, and signals."""
+    files = [failure.error_file for failure in failures if Path(failure.error_file).is_file()]
+    said = [*filter(None, map(said_first, files)), *(it.message for it in failures if it.exitcode < 0)]
+    return [f"evenkeel: the job has failed: {line}" for line in said]
 
 
 def heed_signals() -> list[signal.Signals]:
@@ -99,16 +110,18 @@ def heed_signals() -> list[signal.Signals]:
     signals = [number for number in AGENT_SIGNALS if not (nohup and number == signal.SIGHUP)]
     for number in signals:
         signal.signal(number, stop)
-    signal.signal(REFUSAL, _refuse)
+    for number in (REFUSAL, FAILURE):
+        signal.signal(number, _refuse)
     return signals
 
 
-def _refuse(_number: int, _frame: object) -> None:
-    """After a rank has printed a refusal: raise torchrun's own exception, which leaves the rendezvous open."""
+def _refuse(number: int, _frame: object) -> None:
+    """After a rank has printed why a restart is useless: raise torchrun's own exception, which leaves the rendezvous
+    open."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     logging.disable(logging.WARNING)  # torchrun would list the signal and every worker
-    raise SignalException(REFUSAL.name, signal.SIGTERM)
+    raise SignalException(signal.Signals(number).name, signal.SIGTERM)
 
 
 def _report_waiting(what: str) -> None:

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from ..common.errors import Refusal
 from ..common.processes import AGENT_SIGNALS
-from ..run.run_directory import MIRRORED
+from ..run.records import MIRRORED
 from ..tasks.command_line import parse
 from . import copying
 

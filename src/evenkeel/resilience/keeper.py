@@ -48,7 +48,7 @@ from ..common.errors import REFUSED
 from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
 from ..config import Config
-from ..distributed.exits import forget_error, refuse
+from ..distributed.exits import forget_error, give_up, refuse
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
 from .memory_checkpoint import KeeperMemory, MemoryCheckpoint
 from .peers import Peers, end_store, hold_store, holds_store
@@ -278,6 +278,8 @@ class Keeper:
             refuse(self._messages["refusal"])
         if code:
             self._peers.report_end()
+        if "again" in self._messages and not self._stopped_within(1.0):  # other ranks record that they have failed too
+            give_up()
         self._exit_at_once |= code == KEYBOARD
         if not self._await_written():
             code = KEYBOARD

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -36,7 +35,7 @@ from .checkpoint import Checkpoints
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint
-from .records import read_facts, recorded_options
+from .records import is_untrained, read_facts, recorded_options
 from .resume import Resume
 from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, claim, has_begun, launch_token, prepare_folder
 from .start_checks import refuse_unmirrored, warnings_at_start
@@ -120,6 +119,7 @@ class Attempt:
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         self.harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
+        self._fresh = config.fresh  # or the run so far has trained nothing
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Attempt:
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         before = self._gather_records()
-        anew = self.config.fresh and not has_begun(before.newest, before.tokens)
+        anew = self._fresh and not has_begun(before.newest, before.tokens)
         compiled_warning = self._unpack_compiled(anew)
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
@@ -164,8 +164,10 @@ class Attempt:
     def _gather_records(self) -> Records:
         first_here = self.world.local_rank == 0
         status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
-        everywhere = self.world.gather((launch_token(), status))
-        return Records([token for token, _ in everywhere], [status for _, status in everywhere])
+        everywhere = self.world.gather((launch_token(), status, not status or is_untrained(self.path)))
+        tokens, statuses, untrained = zip(*everywhere, strict=True)
+        self._fresh |= any(statuses) and all(untrained)
+        return Records(tokens, statuses)
 
     def _unpack_compiled(self, anew: bool) -> str:
         """Unpack compiled code once on each node; its other ranks wait in the next collective. Returns a warning."""
@@ -182,10 +184,10 @@ class Attempt:
 
     def _refuse_other_bits(self, status: dict[str, Any]) -> None:
         """With --strict-bits and a run that goes on: by the newest manifest of any node."""
-        if not self.config.strict_bits or (not self.config.fresh and self._finished(status)):
+        if not self.config.strict_bits or (not self._fresh and self._finished(status)):
             return
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
-        present = [manifest for manifest in manifests if manifest and not self.config.fresh]
+        present = [manifest for manifest in manifests if manifest and not self._fresh]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
         Resume(self.config, self.world, self.checkpoints).record_bits(newest)
 
@@ -200,9 +202,10 @@ class Attempt:
 
     def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
-        if self.config.fresh:
+        if self._fresh:
             if aside := directory.start_over(before.tokens):
-                self.print(f"--fresh: the run that was in {self.path} is now in {aside}")
+                moved = f"--fresh: the run that was in {self.path} is now in {aside}"
+                self.print(f"nothing was trained in {aside}; starting again" if aside == self.path else moved)
         elif not directory.attempts:  # rank 0 is new here, but another node may know the run
             directory.status = before.newest
         status = directory.status
@@ -239,9 +242,8 @@ class Attempt:
         return explain_uneven([device.kind for device, _ in everywhere])
 
     def _write_log(self, status: dict[str, Any]) -> None:
-        aside: Path | None = None
-        if self.world.local_rank == 0 and not self.directory:
-            aside = adopt(self.path, self.options, status, self.config.fresh)
+        copies = self.world.local_rank == 0 and not self.directory
+        aside = adopt(self.path, self.options, status, self._fresh) if copies else None
         tracking.start_logs(self.logs, self.world)
         if aside:
             log.info("--fresh: the run that was in %s is now in %s", self.path, aside)
@@ -264,7 +266,7 @@ class Attempt:
         The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".
         """
         continued = [status for status in before.statuses if status.get("micro_batch")]
-        if self.config.fresh:  # then only a restart of this launch finds its own run
+        if self._fresh:  # then only a restart of this launch finds its own run
             continued = [status for status in continued if has_begun(status, before.tokens)]
         recorded = max(continued, key=_attempts, default={})
         config, line = self._cutter(recorded), ""
@@ -298,9 +300,8 @@ class Attempt:
         reason = f"{MAX_FRUITLESS} consecutive attempts died before they finished a step"
         if self.directory:
             last = self.directory.status.get("last_failure")
-            reason += (
-                f"; the last: {last}" if last else ", without an error: killed from outside, perhaps out of memory"
-            )
+            unknown = ", without an error: killed from outside, perhaps out of memory"
+            reason += f"; the last: {last}" if last else unknown
             with contextlib.suppress(OSError):
                 self.directory.update("failed", reason=reason)
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")

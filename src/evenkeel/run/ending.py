@@ -133,7 +133,7 @@ class Ending:
         if share is not None:
             took += f" ({100 * share:.0f} % of it training)"
         if dead >= 1:
-            took += f", and {dead:.0f} s while it was not running or hung"
+            took += f", and was down for {dead:.0f} s more (no process, or a hang)"
         took += f", {why}" if why else ""
         result = f": {shown(metrics)}" if metrics else ""
         self._attempt.print(f"finished in {took}{result}  -> {self._attempt.path / 'model.pt'}")

@@ -249,10 +249,14 @@ def read_config(path: Path) -> dict[str, Any]:
     return options
 
 
+MIRRORED = "EVENKEEL_MIRROR"
+"""The environment variable with the run directory whose checkpoints a process of this node copies (--mirror)."""
+
+
 def recorded_options(path: Path | None) -> dict[str, Any]:
     """Values that the run has recorded for options that were left open: "micro_batch", "micro_batches" and CPU
-    "threads". Empty without a run; an older version may lack some."""
-    if path is None:
+    "threads". Empty without a run, or of one that has trained nothing; an older version may lack some."""
+    if path is None or is_untrained(path):
         return {}
     try:
         status, _ = read_facts(path / "status.json")
@@ -263,6 +267,19 @@ def recorded_options(path: Path | None) -> dict[str, Any]:
     if not saved["threads"] and (newest := Checkpoints(path / "checkpoints", 1, None).newest_manifest()):
         saved["threads"] = int(newest.fingerprint.get("threads", 0))  # of an older version
     return {name: value for name, value in saved.items() if type(value) is int and value}
+
+
+def is_untrained(path: Path) -> bool:
+    """Whether the run in a folder failed or was stopped before its first step, and has neither a mirror nor a
+    checkpoint, weights or metrics. It may be started again with other options and data."""
+    try:
+        status, trouble = read_facts(path / "status.json")
+        worth = trouble or status.get("step") or status.get("state") not in ("failed", "stopped")
+        worth = worth or (path / "model.pt").exists() or MIRRORED in os.environ
+        worth = worth or (os.path.lexists(path / "checkpoints") and any((path / "checkpoints").iterdir()))
+        return not worth and not any(record["step"] for record in read_records(path / "metrics.jsonl"))
+    except OSError:
+        return False
 
 
 def is_run(path: Path) -> bool:

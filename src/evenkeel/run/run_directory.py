@@ -27,7 +27,7 @@ from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
 from ..config import differences
 from .checkpoint import step_folders
-from .records import is_run, read_config, read_facts, read_record
+from .records import is_run, is_untrained, read_config, read_facts, read_record
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,6 @@ BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d
 
 MAX_FRUITLESS = 3
 """Maximum consecutive attempts that die before their first step."""
-MIRRORED = "EVENKEEL_MIRROR"
-"""The environment variable with the run directory whose checkpoints a process of this node copies (--mirror)."""
 
 
 def launch_token() -> str:
@@ -111,6 +109,7 @@ class RunDirectory:
 
     def start_over(self, tokens: Sequence[str]) -> Path | None:
         """Move the run in the folder aside and return its new path; do nothing if a restart of this launch made it.
+        One that has trained nothing stays, and its logs go on.
 
         Args:
             tokens: the `launch_token` of every rank. torchrun's own restart count stays 0 when a node joins.
@@ -120,8 +119,9 @@ class RunDirectory:
         """
         if not is_run(self.path) or has_begun(self.status, tokens):
             return None
-        self.status, self.trouble = {}, ""
-        return _move_aside(self.path)
+        untrained, attempts = is_untrained(self.path), self.status.get("world_sizes", [])
+        self.status, self.trouble = {"world_sizes": attempts} if untrained else {}, ""
+        return self.path if untrained else _move_aside(self.path)
 
     def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
@@ -215,7 +215,7 @@ def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
         if path.is_dir() and not is_run(path) and (foreign := _foreign(path)):
             holds = foreign[0] + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else "")
             raise Refusal(f"--run-dir {path}: is not empty and not a run: it has {holds}; name another folder")
-        if not fresh:
+        if not (fresh or is_untrained(path)):
             _refuse_another_run(path, run)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # checks that files can be written here
@@ -229,7 +229,7 @@ def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
     """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use."""
     prepare_folder(path, run, fresh)
     locked = _lock(path)
-    if not fresh:  # again: the previous job may have started over
+    if not (fresh or is_untrained(path)):  # again: the previous job may have started over
         _refuse_another_run(path, run)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs

@@ -16,7 +16,7 @@ from ..distributed.devices import explain_unused
 from ..distributed.world import World
 from ..training.precision import substitute
 from ..training.shares import first_shares
-from .run_directory import MIRRORED
+from .records import MIRRORED
 
 
 def refuse_unmirrored(config: Config) -> None:
@@ -34,9 +34,10 @@ def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[st
     """Each in a line; "" for those that do not apply."""
     if (idle := world.world_size - plan.max_world_size) > 0:
         smaller = "a smaller --micro-batch or " * (plan.micro_batch > 1)
+        parts = f"{plan.max_world_size} micro-batch{'es' * (plan.max_world_size > 1)}"
         yield (
-            f"{idle} of {world.world_size} ranks have nothing to do: micro-batches in a batch of {config.batch_size}: "
-            f"{plan.max_world_size}; {smaller}a larger --batch-size uses more ranks"
+            f"{idle} of {world.world_size} ranks {'have' if idle > 1 else 'has'} nothing to do: all share --batch-size "
+            f"{config.batch_size}, which makes only {parts}; {smaller}a larger --batch-size uses more ranks"
         )
     yield substitute(config.precision, world.device)
     yield explain_unused()

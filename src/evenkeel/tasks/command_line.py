@@ -19,11 +19,11 @@ from ..common.arguments import flag, one_line_errors, refuse_empty, some_options
 from ..common.errors import Refusal
 from ..common.naming import kind_of
 from ..config import GROUPS, OPTION_NAMES, Config, check_numbers, validate
-from ..run.records import is_run, read_config
+from ..run.records import is_run, is_untrained, read_config
 from ..training.checks import check_best
 from ..training.task import Task, option_name
 from ..training.whole_batch import refuse_unfit
-from .registry import default_task, load_task
+from .registry import default_task, load_task, refuse_other_parameters
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})
 """Options by which train.py hands over to a launcher (launchers.py)."""
@@ -154,8 +154,8 @@ def _filled(config: Config, task_options: Any) -> Path:
 def _recorded(config: Config) -> dict[str, Any] | None:
     """The options of the run that is continued; None for a new one."""
     assert config.run_dir is not None  # resolved
-    saved = config.run_dir / "config.toml"
-    return read_config(saved) if not config.fresh and is_run(config.run_dir) and saved.is_file() else None
+    saved, goes_on = config.run_dir / "config.toml", not config.fresh and not is_untrained(config.run_dir)
+    return read_config(saved) if goes_on and is_run(config.run_dir) and saved.is_file() else None
 
 
 def _unannotated(task_class: type[Task]) -> dict[str, str]:
@@ -173,8 +173,10 @@ def _check_options(task_class: type[Task], options: type) -> None:
     """Refuse a task's options that tyro would ignore or cannot offer.
 
     Raises:
-        Refusal: @dataclass ignores a field or a default; an option has the name of one of train.py's, or no default.
+        Refusal: @dataclass ignores a field or a default; an option has the name of one of train.py's, or no default; a
+            method has other parameters than Task's.
     """
+    refuse_other_parameters(task_class)
     known: set[str] = {option.name for option in fields(options)}
     for cls in (cls for cls in task_class.__mro__ if issubclass(cls, Task)):
         annotated = inspect.get_annotations(cls)

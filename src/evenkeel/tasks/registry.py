@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -83,3 +84,23 @@ def load_task(name: str, label: str = "") -> type[Task]:
     if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):
         raise Refusal(f"{label}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
     return found
+
+
+def refuse_other_parameters(task: type[Task]) -> None:
+    """Refuse a method that cannot be called as :class:`Task`'s is: the error would name a line that calls it."""
+    for name in dir(Task):
+        usual, own = (inspect.getattr_static(it, name) for it in (Task, task))
+        if name.startswith("_") or own is usual or not (inspect.isfunction(usual) and inspect.isfunction(own)):
+            continue
+        known, has = inspect.signature(usual).parameters, inspect.signature(own).parameters
+        wanted = [it.name for it in known.values() if it.default is it.empty]
+        try:
+            inspect.signature(own).bind(
+                *wanted, **{it: 0 for it in ("step", "samples") if it in has and it not in known}
+            )
+        except TypeError:
+            code = inspect.unwrap(own).__code__
+            raise Refusal(
+                f"{task.__name__}.{name}({', '.join(has)}) must be {name}({', '.join(wanted)}), at "
+                f"{code.co_filename}:{code.co_firstlineno}"
+            ) from None

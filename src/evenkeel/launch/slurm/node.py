@@ -125,7 +125,7 @@ class _Share:
         os.environ.update(self.command.env)
         # Slurm requeues a job whose node it loses. If node 0 has failed, its code must be the highest of all.
         try:
-            code = agent.main(list(self.command.argv[3:]), lost=FAILED)
+            code = agent.main(list(self.command.argv[3:]), lost=FAILED, again=FAILED)
         finally:
             wrong = _report_wrong_nodes(Path(self.record.run_dir))
         if code == FAILED and wrong & _nodes():
