@@ -60,7 +60,7 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
-    """The maximum number of samples that one rank computes at a time; in a short last step it may be 3 instead of 2."""
+    """The maximum number of samples of a micro-batch; but a short last step of 3 samples is not cut into 2 and 1."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0
@@ -175,7 +175,8 @@ class Plan:
         return start, min(start + self.global_batch, self.samples)
 
     def _count(self, step: int) -> int:
-        """M of a step. A short step is also cut for all ranks, but not into single samples: BatchNorm needs two."""
+        """M of a step. A short step has work for all ranks too, if need be in smaller micro-batches; but not in single
+        samples, because BatchNorm needs two."""
         if self.batches:
             return len(self.batches.bounds(*self.locate(step))) - 1
         samples = self.step_samples(step)
@@ -188,7 +189,7 @@ class Plan:
 
 
 def read_cut(text: str) -> tuple[str, int]:
-    """What `Plan.cut` says: the option that cuts so, and its value.
+    """The option and its value that make a cut, from the description by `Plan.cut`.
 
     >>> read_cut("1/3 of a step"), read_cut("a whole step"), read_cut("4")
     (('micro_batches', 3), ('micro_batches', 1), ('micro_batch', 4))

@@ -52,7 +52,7 @@ class Exchange:
         self._counts: list[int] = []
         ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
         self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        """The number of the n numbers that each rank owns."""
+        """How many of the n numbers each rank owns."""
 
     def send_chunks(self, rows: Sequence[Tensor], shares: Sequence[range]) -> Any:
         """Begin to send each rank its chunk of this rank's sums (`rows`, each of shape [n]); returns a handle."""
@@ -100,8 +100,8 @@ class Job(NamedTuple):
 
 
 class Pipeline:
-    """A thread that runs the exchanges of a backward pass: at any time the sums of one
-    bucket and the chunks of the next are under way.
+    """A thread that runs the exchanges of a backward pass: at any time the sums of a bucket and the chunks of the next
+    are under way.
 
     The order of collectives must be the same on all ranks, whenever their buckets are ready; so it follows from the
     buckets alone: chunks 0, chunks 1, sums 0, chunks 2, sums 1, ..., sums of the last.

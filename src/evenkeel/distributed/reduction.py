@@ -34,7 +34,7 @@ class Reduction:
         self.complete = False
         """Whether DDP has passed all buckets of the step to the hook."""
         self.arrived: Callable[[], None] = lambda: None
-        """Called when DDP passes the last one: this rank has nothing more to compute."""
+        """Called when DDP passes the last bucket: this rank has nothing more to compute."""
         self.tap: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
         """Called with parameters and this rank's gradients of them, as views, before DDP reduces them."""
 
@@ -62,7 +62,7 @@ class Reduction:
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
         """Begin to add up small vectors over all ranks, after the backward passes; all ranks must call it.
 
-        Takes the fold of this rank's, in float64 and of shape [numel]. Returns a function that waits for the sum.
+        Takes this rank's fold of them, in float64 and of shape [numel]. Returns a function that waits for the sum.
         """
         raise NotImplementedError
 
@@ -201,7 +201,7 @@ class Tree(Reduction):
         sums = [(node, [gradients[i] for i in places]) for node, gradients in self._so_far.sums]
         fold = self._fold(_views(buffer, parameters), sums)
         if self.world.world_size == 1:
-            fold.root()  # in the bucket, because `_add` adds to the right operand
+            fold.root()  # it is in the bucket, because `_add` adds to the right operand
             future.set_result(buffer)
             return future
         key = bucket.index(), buffer.numel()

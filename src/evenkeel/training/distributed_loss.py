@@ -154,7 +154,7 @@ class DistributedLoss:
                     self._collected.push(Node(0, micro_batch.id), collected)
                 if not self._last:
                     self.reduction.accumulate(micro_batch.id)
-                if not (self._last and self.reduction.hooked):  # else the hook has
+                if not (self._last and self.reduction.hooked):  # else the hook marks it
                     self._arrivals.mark(BACKWARD)
                 activity.enter(DATA)
             self._finish_reduction(step)
@@ -247,8 +247,8 @@ class DistributedLoss:
             raise
 
     def _gradient_factor(self, loss: Tensor) -> Tensor:
-        """What `backward` multiplies the gradient of this micro-batch's loss by: its share of the step's samples, times
-        the loss scale. NaN if the loss is not finite: its gradient could be finite, and all ranks must notice."""
+        """The factor on the gradient of this micro-batch's loss: its share of the step's samples, times the loss scale.
+        NaN if the loss is not finite, because its gradient might be finite all the same, and all ranks must notice."""
         self._contribution = part = loss.detach() * self._weight
         scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
         return scale * (1.0 if self._whole else self._weight) + 0 * part  # a whole-batch loss has its weight already
