@@ -59,8 +59,8 @@ a collective in a loss is let through
 
 a sample's random numbers: the same in each epoch
     data/*.py | tests/data | tests/promises/test_augmentation.py
-    - derive(self.seed, self.purpose, epoch, index)
-    + derive(self.seed, self.purpose, 0, index)
+    - derive(self.seed, self.purpose, epoch, place)
+    + derive(self.seed, self.purpose, 0, place)
 
 samples drawn by weights: the same ones in each epoch
     data/*.py | tests/data/test_order.py | tests/promises/test_order.py
@@ -68,9 +68,9 @@ samples drawn by weights: the same ones in each epoch
     + derive(seed, "draws", 0)
 
 the steps of bounded tokens are cut as in the first epoch
-    data/plan.py | tests/data/test_token_batches.py
-    - self.batches.bounds(epoch, within)
-    + self.batches.bounds(0, within)
+    data/token_batches.py | tests/data/test_token_batches.py
+    - self._of(epoch)[1]
+    + self._of(0)[1]
 
 data that the model makes is made from the present weights at a resume in mid-epoch
     training/refresh.py | tests/training/test_refresh.py | tests/promises/test_refresh.py
@@ -163,7 +163,7 @@ the evaluation counts samples of the short last micro-batch more than once
     + values.double().mean(0) * mine[0].size
 
 loader processes heed SIGTERM
-    data/*.py | tests/data | tests/processes/test_train.py
+    common/processes.py | tests/data | tests/processes/test_train.py
     - signal.signal(number, signal.SIG_IGN)
     + signal.signal(number, signal.SIG_DFL)
 

@@ -18,13 +18,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1498,
+    "common": 1555,
     "config": 586,
-    "data": 3160,
-    "distributed": 2363,
+    "data": 3106,
+    "distributed": 2368,
     "resilience": 1639,
-    "training": 6034,
-    "run": 6653,
+    "training": 6029,
+    "run": 6649,
     "tasks": 2214,
     "mirror": 548,
     "launch": 3000,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import time
@@ -10,6 +11,7 @@ from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -380,6 +382,16 @@ def test_loader_processes_go_where_the_sampler_is_sent_whatever_they_have_loaded
         assert found == ours
         assert [batch["index"] for batch in ours] == list(plain)[:taken]
     assert list(loader(Augmenting(29), elastic(AUGMENTED, 9, 8), "train", 1, CPU)) == [], "a rank without work"
+
+
+def test_loader_processes_of_earlier_epochs_are_forgotten() -> None:
+    batches = loader(Augmenting(29), elastic(AUGMENTED), "train", 1, CPU, ahead=False)
+    known = []
+    for _epoch in range(3):
+        assert len(list(batches)) == 8
+        gc.collect()
+        known.append(sum(issubclass(type(it), BaseProcess) for it in gc.get_objects()))
+    assert known[0] == known[1] == known[2]
 
 
 class Counting(Dataset[int]):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.data.plan import ENDLESS, Plan, read_cut, share
+from evenkeel.data.plan import ENDLESS, Assignment, Plan, assigned, read_cut, share
 
 patient = settings(deadline=None)  # a busy machine is no failure
 
@@ -47,6 +47,19 @@ def test_shares_cover_everything_once_in_the_order_of_ranks_and_the_larger_come_
     sizes = list(map(len, shares))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
+
+
+@patient
+@given(count=st.integers(1, 1_000), world_size=st.integers(1, 100), how=st.sampled_from(["even", "dealt"]))
+def test_where_each_pass_is_a_collective_all_ranks_have_as_many_and_only_the_first_is_repeated(
+    count: int, world_size: int, how: Assignment
+) -> None:
+    ranks = [list(assigned(count, rank, world_size, (), how)) for rank in range(world_size)]
+    assert {len(ids) for ids in ranks} == {-(-count // world_size)}
+    repeated = sum(map(len, ranks)) - count
+    assert sorted(i for ids in ranks for i in ids) == [0] * repeated + list(range(count))
+    dealt = [ids[0] for ids in ranks[:count]] == list(range(min(count, world_size)))
+    assert dealt or how == "even"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@
     network     this node's address, and whether node 0 answers
     package_name  valid names for a user's package; for tools without torch
     phases      what this process is doing, and where its seconds went
-    processes   other processes of this machine: state, signals, torchrun
+    processes   other processes of this machine: state, signals, torchrun, loader processes
     user_code   a user's class by FILE.py:CLASS
     versions    versions of packages as numbers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import multiprocessing
@@ -10,9 +11,14 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Collection
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 from . import keeper_link
@@ -22,6 +28,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, s
 
 AGENT_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
 """Signals that torchrun should pass on to its ranks."""
+
+_workers: list[BaseProcess] = []  # of all loaders
 
 REFUSAL = signal.SIGALRM
 """From a rank to its agent: the input is refused, and a restart would not change that."""
@@ -191,3 +199,52 @@ def count_cores() -> int:
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, max(1, quota // period))
     return cores
+
+
+def kill_at_exit(workers: Collection[BaseProcess]) -> None:
+    """Kill these loader processes at exit, because Python would send them SIGTERM, which they ignore, and wait."""
+    if workers:
+        alive = multiprocessing.active_children()
+        _workers[:] = [*(it for it in _workers if it in alive), *workers]
+        atexit.unregister(_kill_workers)  # once, and after torch's functions: the last one registered runs first
+        atexit.register(_kill_workers)
+
+
+def _kill_workers() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `leave_nothing`
+    for worker in _workers:
+        worker.kill()
+
+
+def shorten_temp_dir() -> None:
+    """Create `multiprocessing`'s folder below /tmp if a socket's path in the usual one would be too long.
+
+    Otherwise a worker's thread would fail and training would wait for its batch. Python 3.14 does the same.
+    This process creates the folder, because it removes it at exit; workers are killed.
+    """
+    longest = 103  # bytes in the path of a socket, on macOS; Linux takes 107
+    if len(os.fsencode(tempfile.gettempdir())) > longest - len("/pymp-12345678/listener-12345678"):
+        tempfile.tempdir = "/tmp"  # noqa: S108
+    get_temp_dir()
+
+
+def outlive_signals(_worker: int) -> None:
+    """Make a loader process live exactly as long as its training process.
+
+    Slurm signals every process of a step, and Ctrl-C every process of a terminal; without loaders the step in progress
+    would fail. Signals are ignored, not blocked: a mask covers one thread; a process that was not forked has several.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)
+    sys.excepthook = _say_unless_killed
+
+
+def _say_unless_killed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of the thread that sends tensors, unless the training process has just been killed.
+
+    The kernel closes the sockets of a killed process a moment before it signals its children.
+    """
+    if issubclass(kind, (ConnectionError, EOFError)):
+        time.sleep(1)  # if the training process is dead, so is this one by then
+    sys.__excepthook__(kind, error, trace)

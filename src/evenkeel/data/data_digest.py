@@ -22,10 +22,11 @@ from torch.utils.data import Dataset
 
 from ..common.errors import Refusal, place_of
 from ..common.naming import TRAIN
+from ..common.processes import outlive_signals
 from ..config import Config
 from .batch import dense, with_parts
 from .dataset import SizedDataset
-from .loader import Loader, Seeded, outlive_signals, unchanged
+from .loader import Loader, Seeded, unchanged
 from .plan import MicroBatch
 from .randomness import generators_kept
 from .sampler import Indices

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import multiprocessing
-import os
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import get_temp_dir
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed import is_initialized
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from ..common.errors import EndedByData, no_exit, place_of
-from ..common.processes import STOP_SIGNALS, die_with_parent
+from ..common.processes import kill_at_exit, outlive_signals, shorten_temp_dir
 from .batch import collate, collated_by
 from .dataset import Collated, Rows, SizedDataset, tell_epoch, whole_fetch
 from .order import Ordered
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
 
-LONGEST_SOCKET = 103
-"""Bytes in the path of a socket, on macOS; Linux takes 107."""
-
 
 class Seeded(Dataset[Any]):
     """A data set whose random numbers depend on the sample, not on the process that loads it.
 
-    Before each sample the generators are seeded from (seed, purpose, epoch, index). If the task has its own order, in
-    which a sample may come several times, its position replaces the index. A data set that fetches whole
+    Before each sample the generators are seeded from (seed, purpose, epoch, index); with the position instead of the
+    index if the task has its own order, in which a sample may come several times. A data set that fetches whole
     micro-batches (``__getitems__``) is seeded once for each, from its first position; so is a task's own collate
     (`Collated`). A data set of tensors only (`Rows`) draws no random numbers and is not seeded. ``set_epoch`` of a
     data set is called before its samples are read, in the process that reads them.
@@ -84,23 +74,18 @@ class Seeded(Dataset[Any]):
         seed_host(derive(self.seed, f"{self.purpose} collate", epoch, start))
         return collated_by(self._collate, samples)
 
-    def _sample(self, epoch: int, index: int, place: int | None = None) -> Any:
-        self._seed(epoch, index if place is None else place)
+    def _sample(self, epoch: int, index: int, place: int) -> Any:
+        self._seed(epoch, place)
         return self.dataset[index]
 
-    def _seed(self, epoch: int, index: int) -> None:
-        seed_host(derive(self.seed, self.purpose, epoch, index))
+    def _seed(self, epoch: int, place: int) -> None:
+        seed_host(derive(self.seed, self.purpose, epoch, place))
 
 
 def loader(
-    dataset: SizedDataset,
-    sampler: ElasticSampler,
-    purpose: str,
-    num_workers: int,
-    device: torch.device,
-    started: DataLoader[Any] | None = None,
-    ahead: bool = True,
-) -> DataLoader[Any]:
+    dataset: SizedDataset, sampler: ElasticSampler, purpose: str, num_workers: int, device: torch.device,
+    started: DataLoader[Any] | None = None, ahead: bool = True,
+) -> DataLoader[Any]:  # fmt: skip
     """Return a `DataLoader` of this rank's micro-batches, in order, the same for any number of workers.
 
     Args:
@@ -160,7 +145,7 @@ class _AllEpochs:
 
     def __init__(self, sampler: ElasticSampler | None) -> None:
         self.sampler = sampler
-        """None: it has no micro-batches yet."""
+        """None: not known yet (:func:`start_workers`), and there are no micro-batches."""
 
     def __iter__(self) -> Iterator[Indices]:
         if self.sampler is None:
@@ -215,52 +200,12 @@ class Loader(DataLoader[Any]):
     def begin(self) -> Any:
         """Iterate over the micro-batches; start the loader processes if they are not running."""
         if self.num_workers and self._iterator is None:
-            _shorten_temp_dir()
-            # gloo's threads enter Python once more after a collective, to release its callback. A worker forked at that
-            # moment waits forever for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
-            time.sleep(0.1 * is_initialized())
+            shorten_temp_dir()
+            if dist.is_initialized():
+                # gloo's threads enter Python once more after a collective, to release its callback. A worker forked at
+                # that moment waits forever for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
+                time.sleep(0.1)
         others = multiprocessing.active_children()
         stream = super().__iter__()
-        if workers := [child for child in multiprocessing.active_children() if child not in others]:
-            atexit.register(_kill, workers)
+        kill_at_exit([child for child in multiprocessing.active_children() if child not in others])
         return stream
-
-
-def _shorten_temp_dir() -> None:
-    """Create `multiprocessing`'s folder below /tmp if a socket's path in the usual one would be too long.
-
-    Otherwise a worker's thread would fail and training would wait for its batch. Python 3.14 does the same.
-    This process creates the folder, because it removes it at exit; workers are killed.
-    """
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_SOCKET - len("/pymp-12345678/listener-12345678"):
-        tempfile.tempdir = "/tmp"  # noqa: S108
-    get_temp_dir()
-
-
-def _kill(workers: Iterable[BaseProcess]) -> None:
-    """Kill the workers left at exit by an exception; Python would send SIGTERM, which they ignore, and wait."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `leave_nothing`
-    for worker in workers:
-        worker.kill()
-
-
-def outlive_signals(_worker: int) -> None:
-    """Make a loader process live exactly as long as its training process.
-
-    Slurm signals every process of a step, and Ctrl-C every process of a terminal; without loaders the step in progress
-    would fail. Signals are ignored, not blocked: a mask covers one thread; a process that was not forked has several.
-    """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
-    sys.excepthook = _say_unless_killed
-
-
-def _say_unless_killed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of the thread that sends tensors, unless the training process has just been killed.
-
-    The kernel closes the sockets of a killed process a moment before it signals its children.
-    """
-    if issubclass(kind, (ConnectionError, EOFError)):
-        time.sleep(1)  # if the training process is dead, so is this one by then
-    sys.__excepthook__(kind, error, trace)

@@ -96,7 +96,7 @@ class Listed:
             if len(order) != self.length:
                 raise EndedHere(
                     f"order({epoch}) has {len(order)} samples and order(0) has {self.length}"
-                    f"{' after --validation and --limit-batches' * bool((self._places < 0).any())}: all epochs of a "
+                    f"{' after --validation and --limit-batches' if (self._places < 0).any() else ''}: all epochs of a "
                     "run have one length; repeat or leave out samples, or begin a run for each (--init-from)"
                 )
             newest = max(self._known, default=epoch)  # loader processes are an epoch ahead
@@ -165,7 +165,7 @@ def ordered(
     if first is None:
         found = _weights(by_weight, size)[rows]
         if not found.any():
-            left = " of the samples left by --validation and --limit-batches" * (len(rows) < size)
+            left = " of the samples left by --validation and --limit-batches" if len(rows) < size else ""
             raise Refusal(f"sample_weights(): all weights{left} are 0; give some samples a weight")
         return Ordered(dataset, Draws(found))
     places = np.full(size, -1)

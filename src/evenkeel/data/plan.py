@@ -3,8 +3,8 @@
 An epoch of N samples is a sequence of positions 0 .. N-1 (`shuffle` maps a position to a sample). Step s of
 an epoch has positions s*G .. (s+1)*G, the last step the rest. A step is cut into micro-batches: of a fixed size with a
 smaller last one, or into a fixed number of nearly equal ones. With --batch-tokens a step is a fixed number of
-micro-batches of different sizes (`token_batches`). The number of ranks and their speeds enter only in `shares`, and may
-differ at every step.
+micro-batches of different sizes (`token_batches`). The number of ranks and their speeds enter only in `shares` and
+`assigned`, and may differ at every step.
 
     >>> plan = Plan(samples=10, global_batch=8, micro_batch=3, epochs=2)
     >>> plan.total_steps, [m.size for m in plan.micro_batches(0)], [m.size for m in plan.micro_batches(1)]
@@ -17,10 +17,11 @@ differ at every step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from ..common.naming import in_epoch
 
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
     from ..config import Config
     from .token_batches import TokenBatches
 
-
 ENDLESS = 2**60
 """The number of samples of a stream, which has no epochs: more than any run reads."""
+
+Assignment: TypeAlias = Literal["share", "even", "dealt"]
+"""Which micro-batches of a step a rank computes. "share": its share, see `shares`. "even": as many as each other rank,
+because each pass is a collective (--shard); a rank that has fewer repeats the step's first one. "dealt": as "even", but
+dealt round-robin."""
 
 
 class MicroBatch(NamedTuple):
@@ -55,7 +60,7 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
-    """The maximum number of samples that one rank computes at a time; in a short last step it may be 3 instead of 2."""
+    """The maximum number of samples of a micro-batch; but a short last step of 3 samples is not cut into 2 and 1."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0
@@ -132,25 +137,25 @@ class Plan:
 
     def step_samples(self, step: int) -> int:
         """Samples of a global step: G, or fewer at the end of an epoch."""
-        start, *_, end = self._bounds(step)
+        start, end = self._span(step)
         return end - start
 
     def samples_seen(self, step: int) -> int:
         """Samples before a global step, over all epochs."""
-        return step // self.steps_per_epoch * self.samples + self._bounds(step)[0]
+        return step // self.steps_per_epoch * self.samples + self._span(step)[0]
 
     def micro_batches(
-        self, step: int, rank: int = 0, world_size: int = 1, counts: tuple[int, ...] = ()
+        self, step: int, rank: int = 0, world_size: int = 1, counts: tuple[int, ...] = (), how: Assignment = "share"
     ) -> list[MicroBatch]:
         """This rank's micro-batches of a global step, in order; none for an idle rank. `counts`: see :meth:`shares`."""
-        bounds, count = self._bounds(step), self._count(step)
-        first, size, mine = bounds[0], bounds[-1] - bounds[0], shares(count, world_size, counts)[rank]
+        (first, end), count = self._span(step), self._count(step)
+        size, each, mine = end - first, self.micro_batch, assigned(count, rank, world_size, counts, how)
         if self.batches:
+            bounds = self.batches.bounds(*self.locate(step))
             return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in mine]
         if self.full_count:
             parts = ((i, share(size, i, count)) for i in mine)
             return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
-        each = self.micro_batch
         return [MicroBatch(step, i, first + i * each, min(each, size - i * each)) for i in mine]
 
     def shares(self, step: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[range, ...]:
@@ -160,18 +165,20 @@ class Plan:
         """
         return shares(self._count(step), world_size, counts)
 
-    def _bounds(self, step: int) -> list[int]:
-        """The first position of a step in its epoch and the one after its last; with `batches` all micro-batches'."""
+    def _span(self, step: int) -> tuple[int, int]:
+        """The first position of a step in its epoch, and the one after its last."""
         epoch, within = self.locate(step)
         if self.batches:
-            return self.batches.bounds(epoch, within)
+            bounds = self.batches.bounds(epoch, within)
+            return bounds[0], bounds[-1]
         start = within * self.global_batch
-        return [start, min(start + self.global_batch, self.samples)]
+        return start, min(start + self.global_batch, self.samples)
 
     def _count(self, step: int) -> int:
-        """M of a step. A short step is also cut for all ranks, but not into single samples: BatchNorm needs two."""
+        """M of a step. A short step has work for all ranks too, if need be in smaller micro-batches; but not in single
+        samples, because BatchNorm needs two."""
         if self.batches:
-            return len(self._bounds(step)) - 1
+            return len(self.batches.bounds(*self.locate(step))) - 1
         samples = self.step_samples(step)
         at_least = -(-samples // self.micro_batch)
         if not self.full_count or self.micro_batch == 1:
@@ -182,7 +189,7 @@ class Plan:
 
 
 def read_cut(text: str) -> tuple[str, int]:
-    """What `Plan.cut` says: the option that cuts so, and its value.
+    """The option and its value that make a cut, from the description by `Plan.cut`.
 
     >>> read_cut("1/3 of a step"), read_cut("a whole step"), read_cut("4")
     (('micro_batches', 3), ('micro_batches', 1), ('micro_batch', 4))
@@ -210,3 +217,11 @@ def shares(count: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[r
         ends = [0, *accumulate(counts)]
         return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
     return tuple(share(count, rank, world_size) for rank in range(world_size))
+
+
+def assigned(count: int, rank: int, world_size: int, counts: tuple[int, ...], how: Assignment) -> Sequence[int]:
+    """The ids of a rank's micro-batches, of ``count``."""
+    if how == "share":
+        return shares(count, world_size, counts)[rank]
+    mine = range(rank, count, world_size) if how == "dealt" else share(count, rank, world_size)
+    return mine if len(mine) == -(-count // world_size) else [*mine, 0]

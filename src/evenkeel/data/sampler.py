@@ -1,8 +1,8 @@
 """Which samples each rank loads.
 
 torch's `DistributedSampler` deals single samples to ranks, so their assignment depends on the number of ranks, and
-"skip the first k batches" is right only on the same number of ranks. (torch's `ElasticDistributedSampler` skips and
-repeats samples too.) Here an epoch is first cut into steps and micro-batches, independently of the ranks (`plan`), and
+"skip the first k batches" is right only on the same number of ranks. (torch's `ElasticDistributedSampler`, too, skips
+and repeats samples.) Here an epoch is first cut into steps and micro-batches, independently of the ranks (`plan`), and
 each rank then takes its share of them.
 """
 
@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
 from itertools import accumulate, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, DistributedSampler
 
 from .order import order_of, positions_in
-from .plan import MicroBatch, Plan
+from .plan import Assignment, MicroBatch, Plan
 from .shuffle import shuffled
 from .token_batches import TokenBatches
 
 BLOCK = 4096
-"""Positions whose samples are computed at once, unless a micro-batch is larger: so 64 samples take 10 us, not 150."""
+"""Positions whose samples are computed in one call, or more for a larger micro-batch: 64 take 10 us then, not 150."""
 
 
 class Indices(list[int]):
-    """The samples of one micro-batch and its place in the run. For any data set it is a plain list."""
+    """The samples of one micro-batch and its place in the run. A data set sees a plain list."""
 
     def __init__(self, samples: Sequence[int] | NDArray[Any], epoch: int, micro_batch: MicroBatch) -> None:
         self.array = np.asarray(samples, dtype=np.int64)
@@ -68,31 +68,27 @@ class ElasticSampler(DistributedSampler[Any]):
     """
 
     def __init__(
-        self,
-        dataset: Sized,
-        global_batch: int,
-        micro_batch: int,
-        *,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        micro_batches: int = 0,
-        drop_last: bool = False,
+        self, dataset: Sized, global_batch: int, micro_batch: int, *, num_replicas: int | None = None,
+        rank: int | None = None, shuffle: bool = True, seed: int = 0, micro_batches: int = 0, drop_last: bool = False,
         epochs: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(dataset, num_replicas, rank, shuffle, seed)  # type: ignore[arg-type]
         self.order = order_of(dataset) if shuffle else None
         length = positions_in(dataset) if self.order else len(dataset)
-        length -= length % global_batch * drop_last
+        length -= length % global_batch if drop_last else 0
         batches = self.order if isinstance(self.order, TokenBatches) else None
         self.plan = Plan(length, global_batch, micro_batch, epochs=1, full_count=micro_batches, batches=batches)
         self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
         self.counts: tuple[int, ...] = ()
         """The number of micro-batches of a full step that each rank computes; empty: equally many."""
-        self.assignment: Literal["share", "even", "dealt"] = "share"
-        """"share": a rank gets its share. "even": all ranks get equally many micro-batches, because each pass is a
-        collective (--shard); further ones repeat the first. "dealt": as "even", but dealt round-robin."""
+        self.assignment: Assignment = "share"
+
+    @classmethod
+    def of(cls, plan: Plan, dataset: Sized, seed: int, num_replicas: int = 1, rank: int = 0) -> ElasticSampler:
+        """The sampler of a run's training data, by the run's plan; default: of one rank that computes all."""
+        made = cls(dataset, plan.global_batch, plan.micro_batch, num_replicas=num_replicas, rank=rank, seed=seed)
+        made.plan, made.epochs = plan, -(-plan.total_steps // plan.steps_per_epoch)
+        return made
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Set the epoch of the next iteration and the step within it to start from."""
@@ -121,11 +117,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global step."""
-        if self.assignment == "share":
-            return self.plan.micro_batches(step, self.rank, self.num_replicas, self.counts)
-        every, share = self.plan.micro_batches(step), self.plan.shares(step, self.num_replicas)[self.rank]
-        mine = every[self.rank :: self.num_replicas] if self.assignment == "dealt" else every[share.start : share.stop]
-        return mine + every[:1] * (len(mine) < -(-len(every) // self.num_replicas))
+        return self.plan.micro_batches(step, self.rank, self.num_replicas, self.counts, self.assignment)
 
 
 class Step(NamedTuple):
@@ -142,9 +134,7 @@ class Step(NamedTuple):
 def by_step(batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
     """Group a loader's micro-batches by step, from the sampler's position to the end of the epoch.
 
-    Yields:
-        (global step, this rank's micro-batches of it, their batches in the same order, loaded on demand).
-        An idle rank gets the step with no micro-batches, because it takes part in the reduction.
+    An idle rank gets each step with no micro-batches, because it takes part in the reduction.
     """
     stream = iter(batches)
     for step in sampler.steps():

@@ -6,8 +6,8 @@ nothing.
 
 It is a generalised Feistel network (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002): write a
 position as a pair (left, right) on a grid that just covers N, and shift each half in turn by a keyed hash of the other,
-modulo its own size. Each round can be inverted, so it permutes the grid. The grid has up to 3*sqrt(N) excess cells;
-a position that lands there goes through again until it is inside ("cycle walking"): a permutation of 0 .. N-1.
+modulo its own size. Each round can be inverted, so it permutes the grid. The grid has up to 3*sqrt(N) excess cells; a
+position that lands there is permuted again until it lands below N ("cycle walking"). So 0 .. N-1 are permuted.
 """
 
 from __future__ import annotations

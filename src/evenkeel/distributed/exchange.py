@@ -27,18 +27,32 @@ from .tree import Fold, Node, subtrees
 from .world import World
 
 
+class Memory:
+    """Flat tensors that are allocated once, by a key, and reused in each step; one that is too small is replaced."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[Any, Tensor] = {}
+
+    def get(self, key: Any, numel: int, like: Tensor) -> Tensor:
+        """Memory for so many numbers, of the dtype and on the device of another tensor."""
+        memory = self._tensors.get(key)
+        if memory is None or memory.numel() < numel:
+            memory = self._tensors[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return memory[:numel]
+
+
 class Exchange:
     """Sums of a flat tensor of n numbers over all ranks, in the tree's order; reuses its memory in each step."""
 
     def __init__(self, world: World, numel: int, like: Tensor) -> None:
-        self.world, self.dtype, self.device = world, like.dtype, like.device
-        self._memory: dict[str, Tensor] = {}
+        self.world, self._memory = world, Memory()
+        self._like = like.new_empty(0)  # not `like` itself, which would never be freed
         self._shares: Sequence[range] = ()
         self._nodes: list[Node] = []
         self._counts: list[int] = []
         ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
         self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        """The number of the n numbers that each rank owns."""
+        """How many of the n numbers each rank owns."""
 
     def send_chunks(self, rows: Sequence[Tensor], shares: Sequence[range]) -> Any:
         """Begin to send each rank its chunk of this rank's sums (`rows`, each of shape [n]); returns a handle."""
@@ -47,7 +61,7 @@ class Exchange:
             nodes = [list(subtrees(leaves)) for leaves in shares]
             self._shares, self._counts = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
-        received = self._reused("received", len(self._nodes) * mine)
+        received = self._memory.get("received", len(self._nodes) * mine, self._like)
         sent = rows[0] if len(rows) == 1 else self._interleaved(rows)
         sizes = [len(rows) * chunk for chunk in self.chunks]
         return dist.all_to_all_single(received, sent, [count * mine for count in self._counts], sizes, async_op=True)
@@ -55,10 +69,10 @@ class Exchange:
     def send_sums(self, out: Tensor) -> Any:
         """Fold the chunks that this rank got, and begin to send it to all; the sum will be in `out`, [n]."""
         mine, ranks = self.chunks[self.world.rank], self.world.world_size
-        sent = self._reused("sent", ranks * mine)
+        sent = self._memory.get("sent", ranks * mine, self._like)
         if mine:
             fold = Fold[Tensor](lambda left, right: right.add_(left))
-            received = self._reused("received", len(self._nodes) * mine)
+            received = self._memory.get("received", len(self._nodes) * mine, self._like)
             for node, row in zip(self._nodes, received.view(-1, mine), strict=True):
                 fold.push(node, row)
             sent.view(ranks, mine).copy_(fold.root())
@@ -66,17 +80,11 @@ class Exchange:
 
     def _interleaved(self, rows: Sequence[Tensor]) -> Tensor:
         """All rows' first chunks, then all second ones, and so on, as an all-to-all sends them."""
-        sent = self._reused("interleaved", len(rows) * sum(self.chunks))
+        sent = self._memory.get("interleaved", len(rows) * sum(self.chunks), self._like)
         if rows:
             by_row = [torch.split(row, self.chunks) for row in rows]
             torch.cat([chunk for of_rank in zip(*by_row, strict=True) for chunk in of_rank], out=sent)
         return sent
-
-    def _reused(self, name: str, numel: int) -> Tensor:
-        memory = self._memory.get(name)
-        if memory is None or memory.numel() < numel:
-            memory = self._memory[name] = torch.empty(numel, dtype=self.dtype, device=self.device)
-        return memory[:numel]
 
 
 class Job(NamedTuple):
@@ -92,8 +100,8 @@ class Job(NamedTuple):
 
 
 class Pipeline:
-    """A thread that runs the exchanges of a backward pass: at any time the sums of one
-    bucket and the chunks of the next are under way.
+    """A thread that runs the exchanges of a backward pass: at any time the sums of a bucket and the chunks of the next
+    are under way.
 
     The order of collectives must be the same on all ranks, whenever their buckets are ready; so it follows from the
     buckets alone: chunks 0, chunks 1, sums 0, chunks 2, sums 1, ..., sums of the last.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from .exchange import Exchange, Job, Pipeline
+from .exchange import Exchange, Job, Memory, Pipeline
 from .tree import Fold, Node
 from .world import World
 
@@ -34,12 +34,12 @@ class Reduction:
         self.complete = False
         """Whether DDP has passed all buckets of the step to the hook."""
         self.arrived: Callable[[], None] = lambda: None
-        """Called when DDP passes the last one: this rank has nothing more to compute."""
+        """Called when DDP passes the last bucket: this rank has nothing more to compute."""
         self.tap: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
         """Called with parameters and this rank's gradients of them, as views, before DDP reduces them."""
 
     def begin(self, shares: Sequence[range]) -> None:
-        """Begin a step with these micro-batches of each rank; DDP has waited for the last one's collectives."""
+        """Begin a step with these micro-batches of each rank. The collectives of the previous step are over."""
         self.complete = False
 
     def repeats(self, micro_batch: int) -> bool:
@@ -62,7 +62,7 @@ class Reduction:
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
         """Begin to add up small vectors over all ranks, after the backward passes; all ranks must call it.
 
-        Takes the fold of this rank's, in float64 and of shape [numel]. Returns a function that waits for the sum.
+        Takes this rank's fold of them, in float64 and of shape [numel]. Returns a function that waits for the sum.
         """
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class Tree(Reduction):
         self._shares: Sequence[range] = []
         self._so_far = Fold(_add)
         self._used: set[int] = set()
-        self._memory: dict[Any, Tensor] = {}
+        self._memory = Memory()
         self._exchanges: dict[Any, Exchange] = {}
         self._pipeline = Pipeline(world.devices)
 
@@ -163,7 +163,8 @@ class Tree(Reduction):
     def _taken(self) -> list[Tensor]:
         """Take the gradients out of ``.grad``; zeros where there is none."""
         used = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
-        self._used = used | (self._used if self.unused else set())
+        # without `unused`, as with DDP, the last micro-batch must have a gradient of each parameter
+        self._used = self._used | used if self.unused else used
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -178,7 +179,7 @@ class Tree(Reduction):
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         totals: dict[Tensor, Tensor] = {}
         for kind, parameters in kinds.items():
-            flat = self._reused(kind, parameters[0], sum(p.numel() for p in parameters))
+            flat = self._memory.get(kind, sum(p.numel() for p in parameters), parameters[0])
             sums = [[gradients[self._place[p]] for p in parameters] for _, gradients in fold.sums]
             exchange = self._exchange_for(kind, flat)
             exchange.send_chunks(self._rows(kind, flat, parameters, sums), self._shares).wait()
@@ -200,7 +201,7 @@ class Tree(Reduction):
         sums = [(node, [gradients[i] for i in places]) for node, gradients in self._so_far.sums]
         fold = self._fold(_views(buffer, parameters), sums)
         if self.world.world_size == 1:
-            fold.root()  # in the bucket, because `_add` adds to the right operand
+            fold.root()  # it is in the bucket, because `_add` adds to the right operand
             future.set_result(buffer)
             return future
         key = bucket.index(), buffer.numel()
@@ -237,17 +238,13 @@ class Tree(Reduction):
 
     def _rows(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
         """Lay out each of the sums in a flat tensor; the last one in `flat`, where a bucket has it already."""
-        rows = [self._reused((key, depth), flat, flat.numel()) for depth in range(len(sums) - 1)] + [flat] * bool(sums)
+        if not sums:
+            return []
+        rows = [*(self._memory.get((key, depth), flat.numel(), flat) for depth in range(len(sums) - 1)), flat]
         for row, values in zip(rows, sums, strict=True):
             if values[0].data_ptr() != row.data_ptr():
                 torch._foreach_copy_(_views(row, parameters), values)
         return rows
-
-    def _reused(self, key: Any, like: Tensor, numel: int) -> Tensor:
-        """Flat memory that is reused in each step."""
-        if key not in self._memory:
-            self._memory[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return self._memory[key]
 
     def _exchange_for(self, key: Any, like: Tensor) -> Exchange:
         if key not in self._exchanges:

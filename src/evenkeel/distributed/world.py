@@ -112,7 +112,7 @@ class World:
 
         Args:
             timeout: the longest that a rank waits for the others, at the start and in any collective.
-            delay: by which rank 0 may come later than the others.
+            delay: how much later than the others rank 0 may come.
 
         Yields:
             A store that all ranks of this attempt share, and no other attempt; None without a process group.

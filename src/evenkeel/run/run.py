@@ -211,11 +211,7 @@ class Run:
             return iter(())
         config, state, plan, world = self.config, self.state, self.plan, self.world
         train_set = self.attempt.sets[TRAINING]
-        sampler = ElasticSampler(
-            train_set, config.batch_size, plan.micro_batch, num_replicas=world.world_size, rank=world.rank,
-            seed=config.seed, micro_batches=plan.full_count, drop_last=config.drop_last,
-            epochs=-(-plan.total_steps // plan.steps_per_epoch),
-        )  # fmt: skip
+        sampler = ElasticSampler.of(plan, train_set, config.seed, world.world_size, world.rank)
         sampler.assignment = "dealt" if state.sharding else "share"
         batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._started_loader)
         self.evaluator.begin()

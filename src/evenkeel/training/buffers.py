@@ -20,7 +20,7 @@ class Buffers:
 
     Args:
         live: the buffers.
-        model: the model that has them; after the first micro-batch this is checked again.
+        model: the model that has them; after the first forward pass it is checked. None: it is not checked.
     """
 
     def __init__(self, live: Mapping[str, Tensor], model: nn.Module | None = None) -> None:

@@ -80,39 +80,29 @@ class DistributedLoss:
     """
 
     def __init__(
-        self,
-        loss: LossFunction,
-        state: State,
-        world: World,
-        plan: Plan,
-        config: Config | None = None,
-        *,
-        unused: bool = False,
-        network: nn.Module | None = None,
-        arrivals: Arrivals | None = None,
-        collectives: bool = False,
-        shares: Shares | None = None,
-    ) -> None:
+        self, loss: LossFunction, state: State, world: World, plan: Plan, config: Config | None = None, *,
+        unused: bool = False, network: nn.Module | None = None, arrivals: Arrivals | None = None,
+        collectives: bool = False, shares: Shares | None = None,
+    ) -> None:  # fmt: skip
         config = config or Config()
+        self._synced, dp = peers_of(state.model), config.strategy == "dp"
+        if network and (self._synced or dp or state.sharding):
+            raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
         self.state, self.world, self.plan, self.seed = state, world, plan, config.seed
-        self._shares, self._unused = shares, unused
+        self._share_counts, self._unused = shares, unused
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
         self.reduction = self._build_reduction(config)
         self._whole = loss if isinstance(loss, WholeBatch) else None
-        dp = config.strategy == "dp"
         self._loss = Loss(state.model, loss, config.precision, network, unused and not dp, collectives)
         module = parallel(self._loss, config.strategy, world.device)
-        self.module = module if dp else wrap(module, self._network, world, self.reduction, unused)
+        self.module = module if dp else _wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)
         self._arrivals = arrivals or Arrivals()
         self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
-        self._synced = peers_of(state.model)  # with --sync-batchnorm: the layers that exchange statistics
-        if network and (self._synced or dp or state.sharding):
-            raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
-        if self._synced:
+        if self._synced:  # with --sync-batchnorm: the layers that exchange statistics
             counts = [_working_ranks(plan.shares(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
             # ranks that use different parameters fill their buckets at different times, and waiting would deadlock
             self._synced.connect(counts, None if unused else self.reduction.catch_up)
@@ -143,7 +133,8 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._loss.step = step.number
         self._collected, self._await_total, self._total = Fold(Tensor.add_), None, None
-        shares = self.plan.shares(step.number, self.world.world_size, self._shares.counts if self._shares else ())
+        counts = self._share_counts.counts if self._share_counts else ()
+        shares = self.plan.shares(step.number, self.world.world_size, counts)
         self._arrivals.begin(step.micro_batches)
         try:
             activity.enter(DATA)
@@ -163,18 +154,10 @@ class DistributedLoss:
                     self._collected.push(Node(0, micro_batch.id), collected)
                 if not self._last:
                     self.reduction.accumulate(micro_batch.id)
-                if not (self._last and self.reduction.hooked):  # else the hook has
+                if not (self._last and self.reduction.hooked):  # else the hook marks it
                     self._arrivals.mark(BACKWARD)
                 activity.enter(DATA)
-            activity.enter(REDUCTION)
-            if not step.micro_batches and self.reduction.hooked:
-                self.module(None).backward()  # an idle rank's exact zero, see `Loss`
-            self.reduction.end()
-            if not (self._unused or self._has_all()):
-                raise missing_gradients(self._network)
-            if self._part_names is None:  # once
-                check_dense(self._learning)
-                self._agree_on_parts()
+            self._finish_reduction(step)
         except Exception as error:
             self._explain(error)
             raise
@@ -184,6 +167,17 @@ class DistributedLoss:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.task_state:
             self._begin_sum()  # while the norm is computed; not earlier, because a backward pass may change buffers too
+
+    def _finish_reduction(self, step: Step) -> None:
+        activity.enter(REDUCTION)
+        if not step.micro_batches and self.reduction.hooked:
+            self.module(None).backward()  # an idle rank's exact zero, see `Loss`
+        self.reduction.end()
+        if not (self._unused or self._has_all()):
+            raise missing_gradients(self._network)
+        if self._part_names is None:  # once
+            check_dense(self._learning)
+            self._agree_on_parts()
 
     def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers. Returns its batch on the device."""
@@ -229,12 +223,12 @@ class DistributedLoss:
     def __call__(self, batch: Any) -> Tensor:
         """The mean loss of a micro-batch, a scalar."""
         try:
-            found = self.module(batch)
+            output = self.module(batch)
         except Exception as error:
             self._explain(error)
             raise
         loss: Tensor
-        loss, self._part_values = found if isinstance(found, tuple) else (found, None)
+        loss, self._part_values = output if isinstance(output, tuple) else (output, None)
         return loss
 
     def backward(self, loss: Tensor) -> None:
@@ -253,8 +247,8 @@ class DistributedLoss:
             raise
 
     def _gradient_factor(self, loss: Tensor) -> Tensor:
-        """What `backward` multiplies the gradient of this micro-batch's loss by: its share of the step's samples, times
-        the loss scale. NaN if the loss is not finite: its gradient could be finite, and all ranks must notice."""
+        """The factor on the gradient of this micro-batch's loss: its share of the step's samples, times the loss scale.
+        NaN if the loss is not finite, because its gradient might be finite all the same, and all ranks must notice."""
         self._contribution = part = loss.detach() * self._weight
         scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
         return scale * (1.0 if self._whole else self._weight) + 0 * part  # a whole-batch loss has its weight already
@@ -315,7 +309,8 @@ class DistributedLoss:
         return self._total
 
     def _has_all(self) -> bool:
-        """Whether all learning parameters have a reduced gradient: it may be from an earlier micro-batch only."""
+        """Whether all learning parameters have a reduced gradient. With DDP it is not enough that each has one: it may
+        be of an earlier micro-batch, which is not reduced yet."""
         reduced = self.reduction.complete or not isinstance(self.module, DistributedDataParallel)
         return reduced and all(parameter.grad is not None for parameter in self._learning)
 
@@ -330,7 +325,7 @@ class DistributedLoss:
         explain(error, self._network)
 
 
-def wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduction, unused: bool) -> nn.Module:
+def _wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduction, unused: bool) -> nn.Module:
     """The model with its loss, wrapped in DDP if DDP reduces the gradients."""
     if not world.launched or reduction.wrapped:
         return module

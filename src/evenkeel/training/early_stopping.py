@@ -38,13 +38,9 @@ class Stopping:
     """
 
     def __init__(
-        self,
-        last_step: int = sys.maxsize,
-        every: int = sys.maxsize,
-        best: tuple[str, str] | None = ("accuracy", "max"),
-        patience: int = 0,
-        decides: str = TEST,
-    ) -> None:
+        self, last_step: int = sys.maxsize, every: int = sys.maxsize,
+        best: tuple[str, str] | None = ("accuracy", "max"), patience: int = 0, decides: str = TEST,
+    ) -> None:  # fmt: skip
         self.last_step, self.every, self.best, self.patience = last_step, every, best, patience
         self.decides = decides
         self.memory = Memory()

@@ -65,14 +65,9 @@ class Evaluation:
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
         # the whole test set is one step of one epoch, in its own order
         self.sampler = ElasticSampler(
-            test_set,
-            self.samples,
-            micro_batch,
-            num_replicas=world.world_size,
-            rank=world.rank,
-            shuffle=False,
+            test_set, self.samples, micro_batch, num_replicas=world.world_size, rank=world.rank, shuffle=False,
             seed=config.seed,
-        )
+        )  # fmt: skip
         self.divided = are_divided(model.parameters())  # then a forward pass is a collective
         self.sampler.assignment = "even" if self.divided else "share"
         self._transfer = Transfer(world.device)
@@ -80,7 +75,7 @@ class Evaluation:
         self.shows = False
         """Whether to call the task's `show` for the first batch."""
         self.shown: Mapping[str, Any] = {}
-        """The result of `show` in the last evaluation, on rank 0; a divided model also has others show theirs."""
+        """The result of `show` in the last evaluation, on rank 0; with a divided model on all ranks."""
         self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
@@ -149,7 +144,7 @@ class Evaluation:
             of_samples = _of_each(found, samples)
             check_metrics(of_samples, samples, sums)
             for name, values in of_samples.items():
-                # float64 has exact counts, and a row for each micro-batch fixes the order of addition
+                # counts are exact in float64, and a row for each micro-batch fixes the order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
 
         self._is_first = self.shows and (self.divided or self.world.rank == 0)
@@ -184,7 +179,7 @@ class Evaluation:
                 except Exception as error:
                     note_batch(error, batch)
                     raise
-                if number < own:  # further ones are repeated, so that other ranks can go on
+                if number < own:  # further ones are not its own: it repeats them, so that other ranks can go on
                     take(computed, micro_batch.size)
 
 

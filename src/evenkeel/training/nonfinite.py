@@ -5,13 +5,15 @@ Every rank has the same reduced gradient, so all of them make the same decision.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..common.errors import Ended
+from .precision import Scaler
 
 
 class NonFinite(Ended):
@@ -22,6 +24,31 @@ class NonFinite(Ended):
             f"the loss or the gradient of step {step} is not finite; lower --lr, set --clip-norm, or skip such steps "
             "with --on-nonfinite skip"
         )
+
+
+class Decision(NamedTuple):
+    """What becomes of a step. `nonfinite`: nothing is applied. `overflow`: only float16's scale is too large. `failed`:
+    nonfinite, and no overflow. `skip`: as `nonfinite`, but a bool if the host decides."""
+
+    nonfinite: Tensor
+    overflow: Tensor | None
+    failed: Tensor
+    skip: Tensor | bool
+
+
+def decide(
+    norm: Tensor, loss: Tensor | None, scaler: Scaler | None, optimizers: Sequence[Optimizer], by_host: bool
+) -> Decision:
+    """Decide by the norm of a step's gradient, and with a scaler by its loss; both are scalars on one device. The host
+    decides, and waits for a GPU, with `by_host` or if some optimizer cannot skip a step on the device."""
+    nonfinite = failed = ~norm.isfinite()
+    overflow = None
+    if scaler:
+        assert loss is not None
+        overflow = scaler.overflow(norm, loss)
+        failed = nonfinite & ~overflow
+    on_device = norm.device.type != "cpu" and not by_host and all(map(decides_on_device, optimizers))
+    return Decision(nonfinite, overflow, failed, nonfinite if on_device else bool(nonfinite))
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:

@@ -177,13 +177,9 @@ def load_schedulers(schedulers: Schedulers | None, saved: Mapping[str, Any] | No
 
 
 def checked_schedulers(
-    returned: Any,
-    optimizers: Sequence[Optimizer],
-    config: Config,
-    last_step: int,
-    best: tuple[str, str] | None,
+    returned: Any, optimizers: Sequence[Optimizer], config: Config, last_step: int, best: tuple[str, str] | None,
     own_rates: bool,
-) -> list[Made]:
+) -> list[Made]:  # fmt: skip
     """The result of a task's `schedulers()`, as a list.
 
     Args:

@@ -45,7 +45,7 @@ class Seqlock:
 
         Args:
             step: the number of the step.
-            undone: a boolean scalar on a device; if it is true nothing changes, and the step number stays the previous.
+            undone: a boolean scalar on a device; if it is true nothing changes, and the step number goes back by one.
         """
         with self._host:
             self.queued = step

@@ -22,7 +22,7 @@ from ..common.phases import CHECKPOINT, COMMIT, activity
 from .buffers import Buffers
 from .early_stopping import Stopping
 from .ema import Average
-from .nonfinite import NonFinite, Verdict, decides_on_device, step_unless
+from .nonfinite import NonFinite, Verdict, decide, step_unless
 from .optimization import Rates, load_optimizer, rate_names
 from .precision import Scaler
 from .refresh import Refresh, load_refresh
@@ -141,19 +141,10 @@ class State:
             NonFinite: this step, or on a GPU the previous one, was not finite; `step` is back at the one before it.
         """
         self.settle()
-        norm = norm.to(self._devices[0])
-        # nonfinite: nothing is applied. overflow: only float16's scale was too large. failed: nonfinite, no overflow.
-        nonfinite = failed = ~norm.isfinite()
-        overflow = None
-        if self.scaler:
-            assert loss is not None
-            overflow = self.scaler.overflow(norm, loss)
-            failed = nonfinite & ~overflow
+        # if the host must wait for a GPU, it does so here, before it takes the lock: a rescue would wait too
+        norm, by_host = norm.to(self._devices[0]), self.task_state is not None
+        nonfinite, overflow, failed, skip = decide(norm, loss, self.scaler, self.optimizers, by_host)
         skip_on = {device: nonfinite.to(device) for device in self._devices}
-        # a CPU knows the answer; if the host must wait for a GPU, it does so before it takes the lock, because a
-        # rescue would wait too
-        on_device = nonfinite.device.type != "cpu" and all(map(decides_on_device, self.optimizers))
-        skip = nonfinite if on_device and not self.task_state else bool(nonfinite)  # on the device or a bool
         activity.enter(CHECKPOINT)  # the lock waits if a checkpoint is being copied
         with self._seqlock.change(self.step + 1, undone=None if self.skip_nonfinite else failed):
             activity.enter(COMMIT)
