@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from typing import NoReturn
 from ..common import keeper_link
 from ..common.display import say
 from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, place_of
+from ..common.naming import owner
 from ..common.processes import can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
@@ -54,10 +56,24 @@ def exit_code(main: Callable[[], int | None]) -> int:
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         elif fails_first(line):
             if not _failed_before(line):
-                sys.excepthook(type(error), error, error.__traceback__)
+                _print_traceback(error)
             _tell(f"rank {os.environ.get('RANK', '0')} failed: {line}")
         _shorten_report(line, with_traceback=True)
         return FAILED
+
+
+def _print_traceback(error: Exception) -> None:
+    """Print the traceback; only the user's frames of one that ends in their files, and is in this rank's log."""
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if owner(it) in ("engine", "user")]
+    last = "".join(traceback.format_exception_only(error)).rstrip()
+    logs = [it for it in logging.getLogger("evenkeel").handlers if isinstance(it, logging.FileHandler)]
+    log = Path(logs[0].baseFilename if logs else "")
+    if log.is_file() and frames and owner(frames[-1]) == "user" and last in log.read_text(errors="replace"):
+        shown = traceback.format_list([it for it in frames if owner(it) == "user"])
+        say(f"Traceback (most recent call last), your files only; all of it is in {log}:", to_stderr=True)
+        say("".join(shown) + last, to_stderr=True)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def reason_of(error: BaseException) -> str:
