@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.naming import VALIDATION
+from ..common.naming import VALIDATION, in_set
 from ..data.data_digest import TRAINING
 from ..training.evaluation import Evaluation
 from ..training.prediction import predictions
@@ -49,6 +49,8 @@ class Evaluator:
             media.check(self._evaluations[0].shown)
             if rehearsed is not None:
                 self._state.check(rehearsed)
+            if best := self._state.stopping.best:  # now it is known whether the loss decides
+                attempt.checkpoints.best = in_set(self._evaluations[0].name, best[0]), best[1]
 
     def evaluate(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no
