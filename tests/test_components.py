@@ -18,17 +18,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1495,
-    "config": 583,
+    "common": 1512,
+    "config": 585,
     "data": 3160,
-    "distributed": 2297,
+    "distributed": 2313,
     "resilience": 1564,
-    "training": 6052,
-    "run": 6579,
-    "tasks": 2191,
+    "training": 6056,
+    "run": 6602,
+    "tasks": 2201,
     "mirror": 548,
-    "launch": 2987,
-    "cli": 7461,
+    "launch": 2986,
+    "cli": 7464,
     "time_travel": 1673,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
