@@ -18,17 +18,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1555,
-    "config": 586,
-    "data": 3106,
-    "distributed": 2368,
+    "common": 1572,
+    "config": 588,
+    "data": 3125,
+    "distributed": 2391,
     "resilience": 1639,
-    "training": 6029,
-    "run": 6649,
-    "tasks": 2214,
+    "training": 6060,
+    "run": 6676,
+    "tasks": 2224,
     "mirror": 548,
-    "launch": 3000,
-    "cli": 7482,
+    "launch": 2999,
+    "cli": 7485,
     "time_travel": 1673,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -98,7 +98,7 @@ def test_a_batch_above_the_data_set() -> None:
     message = refusal(config(batch_size=101), samples=100)
     assert message.startswith("--batch-size 101")
     assert "only 100 samples" in message
-    assert "only 0 samples" in refusal(config(), samples=0)
+    assert refusal(config(), samples=0) == "--task classify: its training data is empty (train_dataset() has length 0)"
 
 
 def test_the_saved_options_are_those_about_the_run_and_fit_into_toml() -> None:

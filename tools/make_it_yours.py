@@ -405,12 +405,13 @@ def make_it(name: str, without: list[str]) -> str:
 
 
 def make_thin(name: str, task: str, parts: list[str], source: str) -> str:
-    """Write a small project beside this checkout; returns what was done, and what to do next."""
+    """Write a small project, beside this checkout unless `name` is a path; returns what to do next."""
     try:
         thin, origin = ours("cli.new.project"), ours("cli.new.source")
     except ModuleNotFoundError:
         refuse("--thin: cli/new has been deleted from this copy")
-    folder = ROOT.parent / name
+    folder = Path(name).absolute() if os.sep in name else ROOT.parent / name
+    name = folder.name
     (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     try:
         # this Python may have none of them, before `make setup`
@@ -427,7 +428,8 @@ def make_thin(name: str, task: str, parts: list[str], source: str) -> str:
 def main() -> None:
     """Do it, or print one line why not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", metavar="NAME", help="name of your package, e.g. mytrainer")
+    about = "name of your package, e.g. mytrainer; with --thin also a path to it, e.g. ./mytrainer"
+    parser.add_argument("name", metavar="NAME", help=about)
     known = f"{', '.join(COMPONENTS)}; docker takes k8s with it"
     parser.add_argument("--without", metavar="COMPONENT", nargs="+", default=[], help=known)
     thin = parser.add_argument_group("with --thin")

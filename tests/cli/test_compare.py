@@ -85,7 +85,9 @@ def test_checkpoints_of_a_common_step(tmp_path: Path) -> None:
     assert compare(a, b, expect=0)[0].endswith("the checkpoints of step 4 are equal, 1 tensors each")
     assert "  threads: 1.0 | 9.0" in compare(a, b, expect=0)
     (b / "checkpoints" / "step-00000004" / "state.pt").write_bytes(b"damaged")
-    assert "nothing to compare" in compare(a, b, expect=2)[0]
+    (line,) = compare(a, b, expect=2)
+    assert "nothing to compare" in line
+    assert line.endswith(f"or compare their metrics: python -m evenkeel compare --metrics {a} {b}")
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -25,14 +25,15 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "give either --input FOLDER or --set NAME"),
-        ({"set": "test", "input": Path("x")}, "give either --input FOLDER or --set NAME"),
+        ({}, "give --output FILE.csv, and either --input FOLDER or --set NAME"),
+        ({"set": "test", "input": Path("x")}, "and either --input FOLDER or --set NAME"),
+        ({"set": "test", "output": Path()}, "give --output FILE.csv, and either"),
         ({"set": "test", "output": Path("o.txt")}, "--output o.txt: must end in .csv or .parquet"),
         ({"set": "test", "output": Path("nowhere/o.csv")}, "there is no folder nowhere; make it first"),
         ({"set": "test", "checkpoint": "newest"}, "--checkpoint newest: give last, best or one of the steps "),
         ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: give last, best or one of the steps 3"),
         ({"set": "test", "checkpoint": "best"}, "--checkpoint best: no checkpoint of this run has the metric"),
-        ({"set": "test", "run": Path("nowhere")}, "nowhere: no checkpoint there; name a run directory"),
+        ({"run": Path("nowhere"), "output": Path()}, "nowhere: no checkpoint there; name a run directory"),
     ],
 )
 def test_what_is_refused(run_dir: Path, options: dict[str, Any], said: str) -> None:

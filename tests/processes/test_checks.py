@@ -18,6 +18,7 @@ WRONG = [
     ("ItemLoss", 1, "loss() returned a float: it must return one scalar tensor; leave out .item() or float()"),
     ("NoFolder", 2, "train_dataset(): No such file or directory: no/such/folder/train.csv at "),
     ("NegativeLength", 2, "test_dataset() returned an OfLength whose __len__ fails: ValueError: __len__() should"),
+    pytest.param("OnGpu", 2, "and there is none: return it on the CPU; Evenkeel moves it", marks=needs.no_gpu),
     ("NoModule", 2, "model() returned a Tensor: it must return an nn.Module"),
     ("NoTestLength", 2, "test_dataset() returned a SimpleNamespace, which has no __len__ and no __getitem__"),
     ("DictLoss", 1, "loss() returned a dict: it must return one scalar tensor; add up its values"),
@@ -61,6 +62,12 @@ def test_a_mistake_in_the_evaluation_shows_before_the_first_step_and_keeps_its_p
     assert read(tmp_path / "run", "status.json")["step"] == 0
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert "in metrics" in done.stderr
+    # only the user's frames, and where the others are
+    shown = re.findall(r'^  File "(.*?)"', done.stderr, re.MULTILINE)
+    assert set(shown) == {str(TRAIN), str(ODD_TASKS)}
+    log = re.search(r"^Traceback \(most recent call last\), your files only; all of it is in (.*):$", done.stderr, re.M)
+    assert log
+    assert "evaluation.py" in Path(log[1]).read_text(), "a frame of the engine"
     assert re.fullmatch(rf"evenkeel: rank 0 failed: StopIteration at {ODD_TASKS}:\d+", done.stderr.splitlines()[-1])
 
 
@@ -77,16 +84,16 @@ def test_of_two_ranks_one_says_what_is_wrong(tmp_path: Path, task: str, tracebac
     assert len(re.findall("^  traceback : .*(StopIteration at|EndedHere: loss)", done.stderr, re.MULTILINE)) >= 1
 
 
-NO_BEST = "no best checkpoint is stored: the evaluation has no metric 'accuracy', only loss; set the"
+NO_BEST = "no best checkpoint is stored: the evaluation has no metric 'error', only loss; set the"
 OUTSIDE = "something other than rates() sets a learning rate, perhaps a scheduler: it has no effect"
 
 
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ("UsualBest", [NO_BEST]),
+        ("UnknownBest", [NO_BEST]),
         ("Scheduled", ["no optimizer has bias: they will not change", OUTSIDE]),
-        *((task, []) for task in ("NoBest", "Usual", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
+        *((task, []) for task in ("NoBest", "Usual", "UsualBest", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],
 )
 def test_a_likely_mistake_is_said_once_and_what_few_tasks_return_works(
@@ -97,6 +104,9 @@ def test_a_likely_mistake_is_said_once_and_what_few_tasks_return_works(
     for line, text in zip(lines, expected, strict=True):
         assert line.startswith(f"evenkeel: WARNING: {text}")
     assert read(tmp_path / "run")["state"] == "finished"
+    if task == "UsualBest":
+        (*_, newest) = sorted((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
+        assert read(newest.parent, newest.name)["best_by"] == ["test/loss", "min"]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,17 @@ def test_ctrl_c_on_a_terminal_explains_the_traceback_that_torchrun_ends_with(tmp
         assert "raceback" not in after
 
 
+def test_ctrl_c_during_the_imports_is_a_line(tmp_path: Path) -> None:
+    process = start([sys.executable, TRAIN, *job(tmp_path / "run")])
+    maps = Path(f"/proc/{process.pid}/maps")
+    processes.wait_until(lambda: "libtorch" in maps.read_text(), "the import of torch")
+    process.send_signal(signal.SIGINT)
+    done = processes.checked(finish(process), KEYBOARD)
+    line = "stopped by SIGINT before the first step; nothing to save; the same command starts again"
+    assert (done.stdout, done.stderr) == ("", f"evenkeel: {line}\n")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_signal_is_heard_whatever_threads_the_libraries_have_started(tmp_path: Path, ranks: int) -> None:
     """OpenBLAS starts threads on import, before anybody could block a signal in them."""

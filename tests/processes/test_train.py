@@ -39,7 +39,7 @@ def unfit_state(run_dir: Path) -> Path:
     run_forked(TRAIN, *job(run_dir, "--max-steps", 2, "--schedule", "constant"))
     (newest,) = (run_dir / "checkpoints").glob("step-*")
     found = torch.load(newest / STATE, weights_only=True)
-    found["model"]["0.weight"] = found["model"]["0.weight"][:1]
+    found["model"]["old.bias"] = found["model"].pop("0.bias")
     torch.save(found, newest / STATE)
     seal(newest)
     return newest
@@ -50,7 +50,7 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> No
     ranks = failed(2, job(run_dir, "--max-steps", 4, "--schedule", "constant"))
     line = runs.the_line("".join(rank.stderr for rank in ranks))
     assert line.startswith(f"{run_dir}: its state of step 2 does not fit this model and its optimizers (")
-    assert "size mismatch for 0.weight" in line
+    assert "(only in the model: 0.bias; only in the run: old.bias); restore" in line
     assert newest.exists(), "it is no damage"
     status = read(run_dir, "status.json")
     assert (status["state"], status["step"]) == ("failed", 2)

@@ -268,14 +268,18 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return module
 
 
-def test_off_says_so_and_does_not_import_wandb(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_off_is_only_logged_and_does_not_import_wandb(
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import fails
-    tracker(run_dir).start_wandb(None, {})
-    assert capsys.readouterr().out == f"Weights & Biases is off: {HOW}\n"
-    tracker(run_dir, wandb="disabled").start_wandb("kept", {})
-    assert capsys.readouterr().out == "Weights & Biases is off\n"
+    with caplog.at_level(logging.INFO):
+        tracker(run_dir).start_wandb(None, {})
+        tracker(run_dir, wandb="disabled").start_wandb("kept", {})
+    assert capsys.readouterr().out == ""
+    assert caplog.messages == [f"Weights & Biases is off: {why}" for why in (HOW, "as asked")]
 
 
 @pytest.mark.parametrize(

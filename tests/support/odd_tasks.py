@@ -97,13 +97,15 @@ RaggedMetric = odd(
 NoSummary = odd("NoSummary", summarize=lambda task, means: None)
 NumberedSummary = odd("NumberedSummary", summarize=lambda task, means: {1: 1.0})
 Maximum = odd("Maximum", best=("loss", "maximum"))
-UsualBest = odd("UsualBest", best=Task.best)  # of a metric that there is not
+UsualBest = odd("UsualBest", best=Task.best)  # then the loss counts
+UnknownBest = odd("UnknownBest", best=("error", "min"))
 NoBest = odd("NoBest", best=None)
 
 # the network and who trains it
 Sparse = odd("Sparse", model=lambda task: nn.Embedding(13, 2, sparse=True))
 Frozen = odd("Frozen", model=lambda task: nn.Linear(3, 2).requires_grad_(False))
 NoModule = odd("NoModule", model=lambda task: torch.zeros(3))
+OnGpu = odd("OnGpu", model=lambda task: nn.Linear(3, 2).cuda())
 Lazy = odd("Lazy", model=lambda task: nn.LazyLinear(2))
 Meta = odd("Meta", model=lambda task: nn.Linear(3, 2, device="meta"))
 ExitsInLoss = odd("ExitsInLoss", loss=lambda task, model, batch: sys.exit(0))

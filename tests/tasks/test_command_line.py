@@ -303,6 +303,23 @@ def test_help_lists_every_option_with_its_default(
     assert ("--depth" in text and "Layers of my network." in text) == ("--task" in arguments)
 
 
+def test_the_help_names_a_task_s_options_that_torchrun_takes_for_abbreviations(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.run import get_args_parser
+
+    with (folder.parent / "tasks_of_mine.py").open("a") as file:
+        file.write("\n\n@dataclass\nclass Short(Rich):\n    n: int = 3\n    no_: int = 4\n    node_size: int = 5\n")
+    with pytest.raises(SystemExit):
+        parse([*mine("Short"), "--help"])
+    assert "For --n, --no type torchrun ... -- train.py, else torchrun refuses it." in capsys.readouterr().out
+    for option in ("--n", "--no"):
+        with pytest.raises(SystemExit):
+            get_args_parser().parse_args(["train.py", option, "1"])
+        assert get_args_parser().parse_args(["--", "train.py", option, "1"]).training_script == "train.py"
+    assert get_args_parser().parse_args(["train.py", "--node-size", "1"]).training_script_args == ["--node-size", "1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -8,6 +8,7 @@ Reads the files of the runs and changes nothing. Imports torch only to read chec
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -84,7 +85,8 @@ def compare(a: Path, b: Path) -> Verdict:
         verdict = _compare_checkpoints(a, b) or verdict  # these show which tensors differ
     if verdict is None:
         missing = "they have no digests, final weights or checkpoints of the same step; run both with --digest-every 1"
-        raise Refusal(f"{a} {b}: nothing to compare: {missing}")
+        instead = f"or compare their metrics: python -m evenkeel compare --metrics {shlex.join([str(a), str(b)])}"
+        raise Refusal(f"{a} {b}: nothing to compare: {missing}, {instead}")
     return verdict[0], f"no digests of a common step (--digest-every), so only one step is compared: {verdict[1]}"
 
 

@@ -46,7 +46,7 @@ class PredictCommand:
 
     run: tyro.conf.Positional[Path]
     """The run directory."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], help_behavior_hint="(required)")] = Path()
     """The file to write: .csv or .parquet."""
     input: MaybePath = None
     """Predict for all images in this folder and below it, in the order of their paths."""
@@ -82,8 +82,9 @@ class PredictCommand:
 
     def _check(self) -> None:
         """Checks that do not need torch."""
-        if (self.input is None) == (not self.set):
-            raise Refusal("predict: give either --input FOLDER or --set NAME")
+        chosen(self.run, self.checkpoint)
+        if self.output == Path() or (self.input is None) == (not self.set):
+            raise Refusal("predict: give --output FILE.csv, and either --input FOLDER or --set NAME")
         if self.output.suffix not in FORMATS:
             raise Refusal(f"--output {self.output}: must end in .csv or .parquet")
         if self.output.exists() and not (self.overwrite and self.output.is_file()):
@@ -92,7 +93,6 @@ class PredictCommand:
             raise Refusal(f"--output {self.output}: there is no folder {self.output.parent}; make it first")
         if self.output.suffix == ".parquet" and not importlib.util.find_spec("pyarrow"):
             raise Refusal(f"--output {self.output}: needs pyarrow; pip install pyarrow, or use .csv")
-        chosen(self.run, self.checkpoint)
 
     def _set(self, task: Task, config: Config) -> SizedDataset:
         from ..training.task_data import evaluation_sets, training_set

@@ -13,6 +13,7 @@ import atexit
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -88,10 +89,21 @@ class Lines(logging.Formatter):
 def announce() -> None:
     """Print that the program has started, before imports that take seconds. The next line overwrites it.
 
-    >>> announce()  # nothing, if stdout is no terminal
+    From here on Ctrl-C ends the program with a line instead of a traceback, until a run takes signals.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
+        signal.signal(signal.SIGINT, _stop_at_start)
     if _is_seen():
         print("starting: importing", end="\r", flush=True)
+
+
+def _stop_at_start(*_: object) -> None:
+    """End at once, because imports may swallow a KeyboardInterrupt. One rank of a node says so."""
+    line = b"evenkeel: stopped by SIGINT before the first step; nothing to save; the same command starts again\n"
+    try:
+        os.write(2, line if os.environ.get("LOCAL_RANK", "0") == "0" else b"")
+    finally:
+        os._exit(130)
 
 
 def start() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sysconfig
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
+
+from .naming import owner
 
 FAILED = 1
 """Exit code of a run that cannot go on; torchrun restarts it if it has restarts left."""
@@ -60,16 +59,7 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
 
 
 def place_of(trace: TracebackType | None) -> str:
-    """The place in the user's code where an error comes from, as " at FILE:LINE"; "" if it is not known."""
-    stdlib, package = sysconfig.get_path("stdlib"), Path(__file__).parents[1]
-    tasks, ours = f"{package / 'tasks'}{os.sep}", ("<frozen", f"{package}{os.sep}")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(trace)
-        if not frame.filename.startswith(ours)
-        or (frame.filename.startswith(tasks) and not frame.filename.endswith("registry.py"))
-    ]
-    installed = [f for f in frames if {"site-packages", "dist-packages"} & {*Path(f.filename).parts}]
-    theirs = [f for f in frames if f not in installed and not f.filename.startswith(stdlib)]
-    found = theirs or installed  # their own package may be an installed one
+    """The place in the user's code, or a package, where an error comes from, as " at FILE:LINE"; "": not known."""
+    frames = traceback.extract_tb(trace)
+    found = [f for f in frames if owner(f) == "user"] or [f for f in frames if owner(f) == "package"]
     return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""

@@ -1,10 +1,14 @@
-"""Names in messages and files: metrics as SET/METRIC (`train/loss`, `test/accuracy`), ranks, parameters, types."""
+"""Names in messages and files: metrics as SET/METRIC (`train/loss`, `test/accuracy`), ranks, tensors, types, files."""
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
+from pathlib import Path
 from typing import Any, TypeVar
 
 V = TypeVar("V")
@@ -95,3 +99,14 @@ def kind_of(value: Any) -> str:
     """The type of a value, with an article: "a list"."""
     kind = type(value).__name__
     return "None" if value is None else f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"
+
+
+def owner(frame: traceback.FrameSummary) -> str:
+    """Whose file a frame is in: "engine", "package", "Python" or "user", which the built-in tasks are too."""
+    name, engine = frame.filename, Path(__file__).parents[1]
+    is_task = name.startswith(f"{engine / 'tasks'}{os.sep}") and not name.endswith("registry.py")
+    if name.startswith(("<frozen", f"{engine}{os.sep}")) and not is_task:
+        return "engine"
+    if {"site-packages", "dist-packages"} & {*Path(name).parts}:
+        return "package"
+    return "Python" if name.startswith(sysconfig.get_path("stdlib")) else "user"

@@ -55,6 +55,8 @@ def validate(config: Config, samples: int | None = None) -> None:
     synced = {"--drop-last": config.drop_last, "--sync-batchnorm": config.sync_batchnorm}
     if config.batch_tokens and (other := next((name for name, it in synced.items() if it), "")):
         raise Refusal(f"--batch-tokens {config.batch_tokens} {other}: needs steps of one size; leave one of them out")
+    if samples == 0:
+        raise Refusal(f"--task {config.task}: its training data is empty (train_dataset() has length 0)")
     if samples is not None and size > samples:
         raise Refusal(f"--batch-size {size}: the training data has only {samples} samples; use at most that")
     if (path := config.init_from) and not os.access(path, os.F_OK):

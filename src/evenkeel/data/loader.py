@@ -83,9 +83,14 @@ class Seeded(Dataset[Any]):
 
 
 def loader(
-    dataset: SizedDataset, sampler: ElasticSampler, purpose: str, num_workers: int, device: torch.device,
-    started: DataLoader[Any] | None = None, ahead: bool = True,
-) -> DataLoader[Any]:  # fmt: skip
+    dataset: SizedDataset,
+    sampler: ElasticSampler,
+    purpose: str,
+    num_workers: int,
+    device: torch.device,
+    started: DataLoader[Any] | None = None,
+    ahead: bool = True,
+) -> DataLoader[Any]:
     """Return a `DataLoader` of this rank's micro-batches, in order, the same for any number of workers.
 
     Args:

@@ -68,10 +68,19 @@ class ElasticSampler(DistributedSampler[Any]):
     """
 
     def __init__(
-        self, dataset: Sized, global_batch: int, micro_batch: int, *, num_replicas: int | None = None,
-        rank: int | None = None, shuffle: bool = True, seed: int = 0, micro_batches: int = 0, drop_last: bool = False,
+        self,
+        dataset: Sized,
+        global_batch: int,
+        micro_batch: int,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        micro_batches: int = 0,
+        drop_last: bool = False,
         epochs: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed)  # type: ignore[arg-type]
         self.order = order_of(dataset) if shuffle else None
         length = positions_in(dataset) if self.order else len(dataset)

@@ -85,9 +85,14 @@ class Shards(Dataset[Any]):
     """
 
     def __init__(
-        self, folder: str | Path, decode: Mapping[str, Decoder] | None = None, fields: Sequence[str] = (),
-        transform: Callable[[Sample], Any] | None = None, block: int = 128, window: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        folder: str | Path,
+        decode: Mapping[str, Decoder] | None = None,
+        fields: Sequence[str] = (),
+        transform: Callable[[Sample], Any] | None = None,
+        block: int = 128,
+        window: int = 0,
+    ) -> None:
         self.folder, self.transform, self.block = Path(folder), transform, block
         index = read_index(self.folder)
         self.format, self.shards = index.format, index.shards

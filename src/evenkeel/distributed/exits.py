@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
@@ -16,15 +17,23 @@ from typing import NoReturn
 from ..common import keeper_link
 from ..common.display import say
 from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, place_of
+from ..common.naming import owner
 from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
 """Patterns in these errors: gloo's have no type of their own but RuntimeError."""
 
 MISTAKES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    ModuleNotFoundError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """Errors of code, unless one of another type led to them, or they are torch's own types."""
 
 OF_MACHINES = (
@@ -73,11 +82,25 @@ def exit_code(main: Callable[[], int | None]) -> int:
         else:
             speaks, again = fails_first(line), _comes_again(error, line)
             if speaks and not _failed_before(line):
-                sys.excepthook(type(error), error, error.__traceback__)
+                _print_traceback(error)
             if speaks:
                 _tell(f"rank {os.environ.get('RANK', '0')} failed: {line}{AGAIN * again}")
         _shorten_report(line, with_traceback=True)
         return _failed(again)
+
+
+def _print_traceback(error: Exception) -> None:
+    """Print the traceback; only the user's frames of one that ends in their files, and is in this rank's log."""
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if owner(it) in ("engine", "user")]
+    last = "".join(traceback.format_exception_only(error)).rstrip()
+    logs = [it for it in logging.getLogger("evenkeel").handlers if isinstance(it, logging.FileHandler)]
+    log = Path(logs[0].baseFilename if logs else "")
+    if log.is_file() and frames and owner(frames[-1]) == "user" and last in log.read_text(errors="replace"):
+        shown = traceback.format_list([it for it in frames if owner(it) == "user"])
+        say(f"Traceback (most recent call last), your files only; all of it is in {log}:", to_stderr=True)
+        say("".join(shown) + last, to_stderr=True)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def reason_of(error: BaseException) -> str:

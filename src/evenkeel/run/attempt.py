@@ -212,11 +212,15 @@ class Attempt:
         if self._finished(status):
             return status
         facts: dict[str, Any] = {
-            "total_steps": self.plan.total_steps, "threads": torch.get_num_threads(),
-            "micro_batch": self.plan.micro_batch, "micro_batches": self.plan.full_count,
-            "samples": self.data.samples, "order": self.data.order, "digests": self.data.digests,
+            "total_steps": self.plan.total_steps,
+            "threads": torch.get_num_threads(),
+            "micro_batch": self.plan.micro_batch,
+            "micro_batches": self.plan.full_count,
+            "samples": self.data.samples,
+            "order": self.data.order,
+            "digests": self.data.digests,
             "restarts_in_place": status.get("restarts_in_place", 0) + (keeper_link.restarts() > 0),
-        }  # fmt: skip
+        }
         if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ..common import display, keeper_link
-from ..common.errors import Refusal
+from ..common.errors import Refusal, place_of
 from ..common.memory import keep_freed_memory
 from ..common.phases import START_UP, activity
 from ..common.versions import TORCH_FOR_SHARDING, numbers
@@ -117,7 +118,13 @@ def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
 def build_model(config: Config, task: Task) -> nn.Module:
     """The model with its random weights, from the run's seed."""
     seed_task(config.seed, "weights")
-    model = task.model()
+    try:
+        model = task.model()
+    except (RuntimeError, AssertionError) as error:  # torch's, without a driver, a GPU or CUDA
+        if torch.cuda.is_available() or not re.search("NVIDIA driver|CUDA", str(error)):
+            raise
+        where = f"model() uses a GPU{place_of(error.__traceback__)}, and there is none"
+        raise Refusal(f"{where}: return it on the CPU; Evenkeel moves it") from error
     check_model(model, learns=not config.eval_only)
     return in_place(model)
 
@@ -167,7 +174,7 @@ def build_state(
     every = config.eval_every or plan.steps_per_epoch
     decides = next((name for name in sets if name != TRAINING), "")
     best = task.best if decides else None
-    stopping = Stopping(plan.total_steps, every, best, config.patience, decides)
+    stopping = Stopping(plan.total_steps, every, best, config.patience, decides, task.best is Task.best)
     seed_task(config.seed, "optimizers")
     optimizers = checked_optimizers(task.optimizers(model, config), model)
     if config.shard != "off":

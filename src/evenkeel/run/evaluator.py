@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.naming import VALIDATION
+from ..common.naming import VALIDATION, in_set
 from ..data.data_digest import TRAINING
 from ..training.evaluation import Evaluation
 from ..training.prediction import predictions
@@ -52,6 +52,8 @@ class Evaluator:
                 self._state.stopping.check(rehearsed)
                 if schedulers := self._state.schedulers:
                     schedulers.check(rehearsed)
+                if best := self._state.stopping.best:  # now it is known whether the loss decides
+                    attempt.checkpoints.best_by = in_set(self._evaluations[0].name, best[0]), best[1]
 
     @property
     def owed(self) -> bool:

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from ..common import keeper_link
+from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
+from ..common.naming import in_set
 from ..common.phases import START_UP, activity
 from ..config import Config
+from ..data.plan import read_cut
 from ..distributed.world import World
 from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
@@ -27,6 +30,7 @@ from .run_directory import RunDirectory
 from .saver import Saver
 from .sharded_saver import ShardedSaver
 from .tracking import Tracker
+from .weights import misfit
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,8 @@ class Resume:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
             before, now = manifest.best_by, self._checkpoints.best_by
+            if state.stopping.assumed and before == (in_set(state.stopping.decides, "loss"), "min"):
+                self._checkpoints.best_by, state.stopping.best, now = before, ("loss", "min"), before  # as at its start
             if before and now and before != now:
                 state.stopping.memory = Memory()
                 self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
@@ -157,7 +163,7 @@ class Resume:
         except (RuntimeError, ValueError, LookupError) as error:
             if is_out_of_memory(error):
                 raise
-            what = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
+            what = misfit(error, state.model, saved["model"])
             raise Ended(
                 f"{self._path}: its state of step {saved['step']} does not fit this model and its optimizers ({what}); "
                 "restore the code that made it, name another --run-dir, or start over with --fresh"
@@ -189,10 +195,11 @@ class Resume:
     def _report_bits(self, step: int, tracker: Tracker) -> None:
         others = self._other_bits
         if MICRO_BATCH in others:
+            before, now = others[MICRO_BATCH]
             log.warning(
-                "from step %d on a step is cut into %s, before into %s: the global batches and their samples are "
-                "the same; dropout, mixing, BatchNorm's groups and the last bits are not",
-                step, *map(cut_in_words, reversed(others[MICRO_BATCH])),
+                "from step %d on a step is cut into %s, before into %s: each batch has the same samples, but dropout, "
+                "mixing, BatchNorm's groups and the last bits change; if that matters, add %s, the cut before",
+                step, cut_in_words(now), cut_in_words(before), flag("{} {}".format(*read_cut(before))),
             )  # fmt: skip
         if others:
             # with the ring the bits also depend on the number of ranks, and are not promised

@@ -79,7 +79,7 @@ class Tracker:
         """Open the run's only W&B run, by the stored id. An error in it never ends the training."""
         mode, why = wandb_mode(self.config.wandb)
         if mode == "disabled":
-            self.say(f"Weights & Biases is off{': ' if why else ''}{why}")
+            log.info("Weights & Biases is off: %s", why or "as asked")  # not printed: who has no key may not want it
             return
         activity.enter(START_UP, "Weights & Biases")
         try:

@@ -149,6 +149,14 @@ def _load(
     return loaded, misfits, [name for name in weights if name not in used]
 
 
+def misfit(error: Exception, model: nn.Module, saved: Mapping[str, Any]) -> str:
+    """Why a model's saved state cannot be loaded into it: names that only one of them has, else torch's error."""
+    now = model.state_dict()
+    new, gone = (listed([name for name in one if name not in other]) for one, other in ((now, saved), (saved, now)))
+    others = f"only in the model: {new or 'nothing'}; only in the run: {gone or 'nothing'}"
+    return others if new or gone else " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
+
+
 def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:
     """Write a state dict on the CPU in one of the forms of `checkpoint export`: bare, dp or safetensors.
 

@@ -109,7 +109,7 @@ def options_of(
     names = [*(group.__name__.removesuffix("Options").lower() for group in GROUPS), "task"]
     kinds = [hide_prefix[Annotated[type(box), tyro.conf.arg(help="")]] for box in boxes]
     form: Any = make_dataclass("Options", zip(names, kinds, strict=True))
-    about = inspect.getdoc(Config)
+    about = f"{inspect.getdoc(Config)}{_note(task_default) if {'-h', '--help'} & {*arguments} else ''}"
     synonyms = {name: here for name, here in BY_NAME.items() if here.startswith("--")}
     chosen: Any = one_line_errors(
         lambda: tyro.cli(form, default=form(*boxes), args=list(arguments), description=about),
@@ -121,6 +121,16 @@ def options_of(
     validate(config)
     check_numbers(task_chosen)
     return config, task_chosen
+
+
+def _note(options: Any) -> str:
+    """A paragraph of the help about options that torchrun refuses, as abbreviations of several of its own; "": none."""
+    from torch.distributed.run import get_args_parser
+
+    known = {*re.findall(r"--[\w-]+", get_args_parser().format_help())}
+    own = {flag(option_name(it.name)) for it in fields(options)} - known
+    refused = sorted(it for it in own if sum(name.startswith(it) for name in known) > 1)
+    return f"\n\nFor {', '.join(refused)} type torchrun ... -- train.py, else torchrun refuses it." * bool(refused)
 
 
 def parse_as_recorded(run: Path, arguments: Sequence[str]) -> tuple[Config, Task]:

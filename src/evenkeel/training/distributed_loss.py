@@ -80,10 +80,19 @@ class DistributedLoss:
     """
 
     def __init__(
-        self, loss: LossFunction, state: State, world: World, plan: Plan, config: Config | None = None, *,
-        unused: bool = False, network: nn.Module | None = None, arrivals: Arrivals | None = None,
-        collectives: bool = False, shares: Shares | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        loss: LossFunction,
+        state: State,
+        world: World,
+        plan: Plan,
+        config: Config | None = None,
+        *,
+        unused: bool = False,
+        network: nn.Module | None = None,
+        arrivals: Arrivals | None = None,
+        collectives: bool = False,
+        shares: Shares | None = None,
+    ) -> None:
         config = config or Config()
         self._synced, dp = peers_of(state.model), config.strategy == "dp"
         if network and (self._synced or dp or state.sharding):

@@ -35,14 +35,20 @@ class Stopping:
         best: the metric that counts, with "max" or "min".
         patience: evaluations without an improvement after which the run is over; 0: no limit.
         decides: the set whose metric counts.
+        assumed: `best` is the default, in whose place the loss counts if it is the only metric.
     """
 
     def __init__(
-        self, last_step: int = sys.maxsize, every: int = sys.maxsize,
-        best: tuple[str, str] | None = ("accuracy", "max"), patience: int = 0, decides: str = TEST,
-    ) -> None:  # fmt: skip
+        self,
+        last_step: int = sys.maxsize,
+        every: int = sys.maxsize,
+        best: tuple[str, str] | None = ("accuracy", "max"),
+        patience: int = 0,
+        decides: str = TEST,
+        assumed: bool = False,
+    ) -> None:
         self.last_step, self.every, self.best, self.patience = last_step, every, best, patience
-        self.decides = decides
+        self.decides, self.assumed = decides, assumed and best is not None
         self.memory = Memory()
 
     def due(self, step: int) -> bool:
@@ -68,6 +74,8 @@ class Stopping:
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Warn if an evaluation lacks the metric that counts; end the run if --patience needs it."""
+        if self.assumed and [*metrics] == ["loss"]:
+            self.best = ("loss", "min")
         if not self.best or self.best[0] in metrics:
             return
         text = f"the evaluation has no metric {self.best[0]!r}, only {', '.join(metrics) or 'none at all'}"

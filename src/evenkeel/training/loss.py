@@ -31,9 +31,14 @@ class Loss(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, loss: LossFunction, precision: Precision = "fp32", network: nn.Module | None = None,
-        unused: bool = False, collectives: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        precision: Precision = "fp32",
+        network: nn.Module | None = None,
+        unused: bool = False,
+        collectives: bool = False,
+    ) -> None:
         super().__init__()
         self.model = network or model
         self._full_model = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only

@@ -177,9 +177,13 @@ def load_schedulers(schedulers: Schedulers | None, saved: Mapping[str, Any] | No
 
 
 def checked_schedulers(
-    returned: Any, optimizers: Sequence[Optimizer], config: Config, last_step: int, best: tuple[str, str] | None,
+    returned: Any,
+    optimizers: Sequence[Optimizer],
+    config: Config,
+    last_step: int,
+    best: tuple[str, str] | None,
     own_rates: bool,
-) -> list[Made]:  # fmt: skip
+) -> list[Made]:
     """The result of a task's `schedulers()`, as a list.
 
     Args:

@@ -53,7 +53,8 @@ def test_a_check_that_crashes_is_a_warning_and_one_that_hangs_a_failure() -> Non
     assert good == GOOD
     assert (warning.level, warning.value) == ("WARN", "could not be checked: ZeroDivisionError: of one's own")
     (failure,) = examine("hang", hang, 0.1)
-    assert failure.level == "FAIL"
+    assert (failure.level, failure.value, failure.expected) == ("FAIL", "not done within 0.1 s", "a second or two")
+    assert [it.level for it in examine("versions", hang, 0.1)] == ["WARN"]
     assert examine("fine", lambda: [GOOD], 20) == [GOOD]
 
 
