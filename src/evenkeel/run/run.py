@@ -37,7 +37,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard
+from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, warn_of_values
 from .checkpointer import Checkpointer
 from .disk_needed import disk_needed
 from .ending import Ending
@@ -126,14 +126,16 @@ class Run:
             longest = max(600, config.hang_timeout) + COMPILE_TIMEOUT * config.compile
             alone = sum(it.numel() for it in state.parameters) / DRAWN * (config.shard != "off")  # rank 0, at first
             with attempt, world.connected(timedelta(seconds=longest + 300), timedelta(seconds=alone)) as store:
-                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state, no_meta))
+                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
                 num_workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, num_workers, world.device))
                 run.finished = finished
-                shard(state, task, world, config, no_meta)
+                shard(state, task, world, config)
                 if finished:
                     yield run
                     return
+                if config.shard != "off":  # with --micro-batch auto it is divided before the logs are open
+                    warn_of_values(state, world, no_meta)
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):

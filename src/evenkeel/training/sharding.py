@@ -38,7 +38,7 @@ from .state_dicts import local_rows, undivided
 from .task import Task, defines
 
 ELEMENTWISE = (SGD, Adam, AdamW)
-OPTION = "--shard on"
+OPTION = "--shard"
 
 
 def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]) -> None:
