@@ -23,13 +23,13 @@ BUDGET = {
     "data": 3160,
     "distributed": 2297,
     "resilience": 1564,
-    "training": 6052,
-    "run": 6579,
+    "training": 6063,
+    "run": 6566,
     "tasks": 2191,
     "mirror": 548,
     "launch": 2987,
     "cli": 7461,
-    "time_travel": 1673,
+    "time_travel": 1672,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -201,7 +201,8 @@ def shard(state: State, task: Task, world: World, config: Config) -> None:
 
 def warn_of_values(state: State, world: World, no_meta: str) -> None:
     """Log on rank 0 what :func:`build_model_of_rank` says of memory on any rank. All must call it."""
-    reasons = [f"{why} (rank {rank})" for rank, why in enumerate(world.gather(no_meta)) if why]
+    everywhere = world.gather(no_meta) if state.sharding else []
+    reasons = [f"{why} (rank {rank})" for rank, why in enumerate(everywhere) if why]
     if reasons and world.rank == 0:
         size = sum(parameter.nbytes for parameter in state.parameters) / 1e6
         log.warning(

@@ -134,8 +134,7 @@ class Run:
                 if finished:
                     yield run
                     return
-                if config.shard != "off":  # with --micro-batch auto it is divided before the logs are open
-                    warn_of_values(state, world, no_meta)
+                warn_of_values(state, world, no_meta)  # with --micro-batch auto it is divided before the logs are open
                 interruption.rescue_with(run.ending.stopped)
                 run.resume()
                 with run.watched(store, interruption), run._ended(interruption):

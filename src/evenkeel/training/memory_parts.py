@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,13 @@ PEAK = "peak"
 
 
 def bytes_of_state(rows: Iterable[Tensor], optimizers: Iterable[Optimizer], ema: bool) -> dict[str, int]:
-    """Part of the state -> its bytes on this rank.
+    """Part of the state -> its bytes on this rank, whose parameters or ``rows`` of them these optimizers have; with
+    ``ema`` there is an average of the weights."""
+    return _parts({it: it.nbytes for it in rows}, sum(_bytes_of(it.state) for it in optimizers), ema)
 
-    Args:
-        rows: the model's parameters, or this rank's rows of them (`State.names`).
-        optimizers: of these.
-        ema: whether there is an average of the weights.
-    """
-    states = ({str(i): state for i, state in enumerate(it.state.values())} for it in optimizers)
-    moments = sum(tensor.nbytes for state in states for tensor in named_tensors(state).values())
-    return _parts({it: it.nbytes for it in rows}, moments, ema)
+
+def _bytes_of(state: Mapping[Any, Any]) -> int:
+    return sum(tensor.nbytes for tensor in named_tensors(dict(enumerate(state.values()))).values())
 
 
 def _parts(of: dict[Tensor, int], moments: int, ema: bool) -> dict[str, int]:
@@ -38,14 +35,8 @@ def _parts(of: dict[Tensor, int], moments: int, ema: bool) -> dict[str, int]:
 def bytes_of_rank_0(
     model: nn.Module, optimizers: Iterable[Optimizer], blocks: Iterable[nn.Module], ranks: int, ema: bool, bf16: bool
 ) -> dict[str, int]:
-    """The same of rank 0, which has the most rows, and last the bytes of the largest block that is gathered.
-
-    Args:
-        model, optimizers, ema: as above, before the first step and whole.
-        ranks: among how many --shard will divide the state.
-        blocks: modules whose parameters are gathered together; what is in none is one further block.
-        bf16: whether blocks are gathered in bfloat16.
-    """
+    """The same of rank 0, which has the most rows, once --shard has divided a whole model among so many ranks; and last
+    the bytes of the largest of the blocks, which are gathered one by one, with ``bf16`` in bfloat16."""
     gathered, seen = [0], set[nn.Parameter]()
     for block in [*sorted(blocks, key=lambda it: len(list(it.modules()))), model]:  # inner ones first
         own = set(block.parameters()) - seen
@@ -61,11 +52,8 @@ def bytes_of_rank_0(
 
 
 def bytes_after_a_step(optimizer: Optimizer, shape: Callable[[Tensor], Sequence[int]]) -> int:
-    """Bytes of the state that an optimizer makes in its first step, if its parameters had these shapes.
-
-    A copy takes that step on the meta device, without memory or arithmetic. What a task's own optimizer raises in its
-    step comes through.
-    """
+    """Bytes of the state that an optimizer makes in its first step, with parameters of these shapes: a copy takes that
+    step on the meta device. What a task's own optimizer raises comes through."""
     groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
     trial = copy.copy(optimizer)
     trial.param_groups, trial.state = groups, copy.copy(optimizer.state)
@@ -75,7 +63,7 @@ def bytes_after_a_step(optimizer: Optimizer, shape: Callable[[Tensor], Sequence[
         for p in group["params"]:
             p.grad = torch.empty_like(p)
     type(optimizer).step(trial)
-    return sum(tensor.nbytes for tensor in named_tensors(dict(enumerate(trial.state.values()))).values())
+    return _bytes_of(trial.state)
 
 
 def peak(devices: Sequence[torch.device]) -> int:

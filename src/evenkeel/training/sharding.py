@@ -64,9 +64,8 @@ def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]
     _refuse_tied(model, blocks)
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
-            raise Refusal(
-                f"{OPTION}: {kind_of(optimizer)} is not known to compute each element by itself; use SGD, Adam or AdamW"
-            )
+            what = f"{OPTION}: {kind_of(optimizer)} is not known to compute each element by itself"
+            raise Refusal(f"{what}; use SGD, Adam or AdamW")
         if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
             raise Refusal(f"{OPTION}: the learning rate of {kind_of(optimizer)} is a tensor; make it a number")
 
@@ -111,8 +110,7 @@ class Sharding:
         if not dist.is_initialized():  # torchrun has not started this process; a later run in it takes the same group
             dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
             atexit.register(dist.destroy_process_group)
-        self.reduction = ShardedReduction(world)
-        self._model, self._optimizers = model, optimizers
+        self.reduction, self._model, self._optimizers = ShardedReduction(world), model, optimizers
         replicas = world.world_size // self.ranks
         self._owners: dist.ProcessGroup | None = None
         if replicas == 1:

@@ -90,8 +90,7 @@ class State:
         saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
-        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        """What the optimizers have: parameters, or with --shard this rank's rows of them."""
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # with --shard of p's rows
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
@@ -314,13 +313,10 @@ class State:
             "ema.PARAMETER" and "scaler.NAME", if there are any. Those that --shard divides are DTensors.
         """
         live = self.sharding.divided(self._live()) if self.sharding else self._live()
-        kept: dict[int, dict[str, Any]] = {}
         for number, optimizer in enumerate(self.optimizers):
-            names = [self.names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
-            state = live["optimizers"][number]["state"].items()
-            kept[number] = {names[i] if isinstance(i, int) else str(i): values for i, values in state}
-        rest = {part: it for part, it in live.items() if part not in ("done", "begun")}
-        return named_tensors({**rest, "optimizers": kept})
+            names = dict(enumerate(self.names.get(p, "") for group in optimizer.param_groups for p in group["params"]))
+            live["optimizers"][number] = {names.get(i, i): it for i, it in live["optimizers"][number]["state"].items()}
+        return named_tensors({part: it for part, it in live.items() if part not in ("done", "begun")})
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Load the result of :meth:`capture`, whatever device it was on; of a divided state this rank's rows."""

@@ -27,15 +27,10 @@ def local_rows(tensors: Iterable[Any]) -> list[Tensor]:
 
 
 def load_weights(model: nn.Module, saved: Mapping[str, Tensor], of: Mapping[str, int]) -> None:
-    """Load a state dict, which of divided parameters has this rank's rows.
-
-    Args:
-        model: divided by --shard or not.
-        saved: the state dict.
-        of: how many rows all ranks have of "model.NAME", if that is divided.
+    """Load a state dict. Of divided parameters it has this rank's rows, and all ranks have ``of["model.NAME"]``.
 
     Raises:
-        RuntimeError: it does not fit; of another number of rows on all ranks.
+        RuntimeError: it does not fit; on all ranks, whose rows it may be.
     """
     divided = {name: it for name, it in model.named_parameters(remove_duplicate=False) if hasattr(it, "to_local")}
     rest = {name: it for name, it in saved.items() if name not in divided}
