@@ -23,13 +23,13 @@ BUDGET = {
     "data": 3125,
     "distributed": 2391,
     "resilience": 1639,
-    "training": 6060,
-    "run": 6676,
+    "training": 6071,
+    "run": 6663,
     "tasks": 2224,
     "mirror": 548,
     "launch": 2999,
     "cli": 7485,
-    "time_travel": 1673,
+    "time_travel": 1672,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -98,5 +98,5 @@ def test_a_trial_takes_the_memory_of_a_step(tmp_path: Path, micro_batch: int) ->
         command = [sys.executable, SUPPORT / "auto_peak_worker.py", tmp_path / way, way, micro_batch]
         finish_all([start(command, env={**it, **exact}) for it in rank_variables(2)])
         peaks[way] = json.loads((tmp_path / way).read_text())
-    assert 0.98 * peaks["step"] < peaks["trial"] < 1.08 * peaks["step"], peaks
-    assert (peaks["control"] < 0.85 * peaks["step"]) == (micro_batch == 2), peaks
+    assert 0.98 * peaks["step"] < peaks["trial"] < 1.1 * peaks["step"], peaks
+    assert (peaks["control"] < 0.9 * peaks["step"]) == (micro_batch == 2), peaks

@@ -178,7 +178,7 @@ def test_a_rank_that_does_not_see_the_folder_ends_the_job_in_one_line(tmp_path: 
         (tmp_path / str(number)).mkdir()
         ranks.append(processes.fork(TRAIN, *job(Path("run")), env=variables, cwd=tmp_path / str(number)))
     lines = "".join(done.stderr for done in processes.finish_all(ranks, 1))
-    assert "--shard on needs a shared folder for checkpoints: rank 1 does not see" in lines
+    assert "--shard needs a shared folder for checkpoints: rank 1 does not see" in lines
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ def growth(world: World) -> float:
     config = Config(batch_size=BATCH, micro_batch="auto", shard="on", reduce="tree", optimizer="adamw").resolved()
     plan, train_set = Plan(2 * BATCH, BATCH, size, 1), training_set(task, config)
     state = build_state(config, task, world, plan, build_model(config, task), {TRAINING: train_set})
-    shard(state, task, world, config, "")
+    shard(state, task, world, config)
     before = address_space("VmSize")
     if way == "step":
         model = DistributedLoss(task.loss, state, world, plan, config)

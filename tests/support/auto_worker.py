@@ -49,13 +49,13 @@ def outcome(world: World) -> list[dict[str, Any]]:
     task = HungryBlocks(hungry_in=sys.argv[3])  # type: ignore[arg-type]
     train_set = training_set(task, config)
     state: Any = build_state(config, task, world, Plan(50, 16, 4, 1), build_model(config, task), {TRAINING: train_set})
-    shard(state, task, world, config, "")  # before it, the average has no values
+    shard(state, task, world, config)  # before it, the average has no values
     names = {name: undivided(tensor).clone() for name, tensor in state.tensors().items()}
     torch.manual_seed(5)
     expected, found = torch.rand(3), {}
     torch.manual_seed(5)
     try:
-        found["number"], found["said"] = find_micro_batch(config, task, world, train_set, state, "")
+        found["number"], found["said"] = find_micro_batch(config, task, world, train_set, state)
     except Ended as error:
         found["error"] = str(error)
     found["generators"] = torch.equal(torch.rand(3), expected)

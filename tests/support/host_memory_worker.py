@@ -47,9 +47,9 @@ def growth(world: World) -> dict[str, Any]:
     torch.optim.SGD([torch.ones(1)])  # imports torch's compiler, whose memory does not count
     peak()
     before = memory()["RssAnon"]
-    model, whole = build_model_of_rank(config, task, world)
+    model, _ = build_model_of_rank(config, task, world)
     state = build_state(config, task, world, Plan(4, 4, 1, 1), model, {"training": task.train_dataset()})
-    shard(state, task, world, config, whole)
+    shard(state, task, world, config)
     grown = world.gather(peak() - before)
     return {"model": 4 * BLOCKS * WIDTH**2, "block": 4 * WIDTH**2, "growth": grown}
 

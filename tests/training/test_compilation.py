@@ -177,7 +177,7 @@ def test_an_optimizer_takes_up_a_state_whose_memory_has_another_order() -> None:
     for load, same in ((load_optimizer, True), (lambda o, s, _: o.load_state_dict(s), False)):
         resumed, its = network()
         resumed.load_state_dict(weights)
-        load(its, saved, resumed)
+        load(its, saved, resumed.parameters())
         assert torch.equal(step(resumed, its), expected) is same
 
 

@@ -91,7 +91,7 @@ def test_a_tied_weight_has_one_average() -> None:
     assert saved.keys() == model.state_dict().keys()
     assert torch.equal(saved["one.weight"], saved["other.weight"])
     fresh = Average(model, 0.9, Buffers({}))
-    fresh.load_state_dict({k: v.clone() for k, v in saved.items()}, model.state_dict())
+    fresh.load_state_dict({k: v.clone() for k, v in saved.items()}, model.state_dict(), {})
     assert sha256(fresh.state_dict()) == sha256(saved)
 
 
@@ -133,7 +133,7 @@ def test_a_run_whose_parameters_were_one_group_goes_on_with_its_own_momenta(opti
         assert str(new.capture()[part]) == str(old.capture()[part])
     other = nn.Linear(3, 3)
     with pytest.raises(Ended, match=r"groups of \[6\] parameters and this one has \[1\]"):
-        load_optimizer(torch.optim.SGD([other.weight], 0.1), old.capture()["optimizers"][0], other)
+        load_optimizer(torch.optim.SGD([other.weight], 0.1), old.capture()["optimizers"][0], [other.weight])
 
 
 def test_the_learning_rate_in_steps() -> None:

@@ -44,7 +44,7 @@ def refused(task: Task, change: Callable[[Any], object] = lambda _: None, optimi
     optimizers = [optimizer(model.parameters(), lr=0.1)]
     with pytest.raises(Refusal) as caught:
         refuse_unshardable(task, model, optimizers)
-    return str(caught.value).removeprefix("--shard on: ")
+    return str(caught.value).removeprefix("--shard: ")
 
 
 def test_an_ordinary_model_is_not_refused() -> None:

@@ -194,30 +194,35 @@ def build_state(
     )  # fmt: skip
 
 
-def shard(state: State, task: Task, world: World, config: Config, no_meta: str) -> None:
+def shard(state: State, task: Task, world: World, config: Config) -> None:
     """For --shard: divide a state among the ranks, before it is loaded; the process group exists. All must call it.
-    If it is divided already, or not to be, nothing happens. ``no_meta`` is from :func:`build_model_of_rank`."""
+    If it is divided already, or not to be, nothing happens."""
     if config.shard == "off" or state.sharding:
         return
     from ..training.sharding import Sharding
 
-    reasons = [f"{why} (rank {rank})" for rank, why in enumerate(world.gather(no_meta)) if why]
-    if reasons and world.rank == 0:
-        size = sum(parameter.nbytes for parameter in state.parameters) / 1e6
-        log.warning(
-            "--shard on: model() cannot be built without values, so at the start each process has all %.1f MB of the "
-            "weights in the host's memory: %s", size, reasons[0],
-        )  # fmt: skip
     average = state.average.model if state.average else None
     ranks = shard_size(config, world.world_size)
     state.divide(Sharding(state.model, average, state.optimizers, task, world, config.precision, ranks))
 
 
+def warn_of_values(state: State, world: World, no_meta: str) -> None:
+    """Log on rank 0 what :func:`build_model_of_rank` says of memory on any rank. All must call it."""
+    everywhere = world.gather(no_meta) if state.sharding else []
+    reasons = [f"{why} (rank {rank})" for rank, why in enumerate(everywhere) if why]
+    if reasons and world.rank == 0:
+        size = sum(parameter.nbytes for parameter in state.parameters) / 1e6
+        log.warning(
+            "--shard: model() cannot be built without values, so at the start each process has all %.1f MB of the "
+            "weights in the host's memory: %s", size, reasons[0],
+        )  # fmt: skip
+
+
 def find_micro_batch(
-    config: Config, task: Task, world: World, train_set: SizedDataset, state: State, no_meta: str
+    config: Config, task: Task, world: World, train_set: SizedDataset, state: State
 ) -> tuple[int, str]:
     """For --micro-batch auto: see `Probe`. A state to divide is divided before, as in all steps."""
-    shard(state, task, world, config, no_meta)
+    shard(state, task, world, config)
     return Probe(config, task, world, train_set, state)()
 
 
@@ -225,11 +230,11 @@ def refuse_old_torch(config: Config) -> None:
     """Refuse --shard with a torch whose FSDP2 takes no other reduce-scatter, or does not recover from a failed pass if
     --micro-batch auto needs that."""
     if numbers(torch.__version__) < TORCH_FOR_SHARDING:
-        raise Refusal(f"--shard on: needs torch 2.9 or later, and this is {torch.__version__}")
+        raise Refusal(f"--shard {config.shard}: needs torch 2.9 or later, and this is {torch.__version__}")
     from torch.distributed.fsdp import FSDPModule  # takes a second
 
     if config.micro_batch == "auto" and not hasattr(FSDPModule, "reset_iter_state"):
         raise Refusal(
-            "--shard on --micro-batch auto: needs a torch with FSDPModule.reset_iter_state, such as 2.15, and this is "
-            f"{torch.__version__}; give a number"
+            f"--shard {config.shard} --micro-batch auto: needs a torch with FSDPModule.reset_iter_state, such as 2.15, "
+            f"and this is {torch.__version__}; give a number"
         )

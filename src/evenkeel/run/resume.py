@@ -173,7 +173,7 @@ class Resume:
         """Log on rank 0 from where the run continues, and start the tracker."""
         if state.placed:
             log.info("%s", state.placed)
-        if forgotten := left_out(state.model, state.optimizers):
+        if forgotten := left_out(state.names, state.optimizers):
             log.warning("%s", forgotten)
         if state.origin and state.step == 0:
             # weights that stayed random are worth a warning

@@ -38,7 +38,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard
+from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, warn_of_values
 from .checkpointer import Checkpointer
 from .disk_needed import disk_needed
 from .ending import Ending
@@ -122,14 +122,15 @@ class Run:
             attempt = Attempt(config, task, plan, world, sets, cutter)
 
             with closing(attempt), world.connected(*_timeouts(config, state)) as store:
-                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state, no_meta))
+                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
                 num_workers = 0 if finished or state.refresh else config.num_workers
                 run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, num_workers, world.device))
                 run.finished = finished
-                shard(state, task, world, config, no_meta)
+                shard(state, task, world, config)
                 if finished:
                     yield run
                     return
+                warn_of_values(state, world, no_meta)  # with --micro-batch auto it is divided before the logs are open
                 interruption.rescue_with(run.ending.stopped)
                 # the watch outlives the rescue, because `_ended` leaves first
                 with ExitStack() as stack, run._ended(interruption):

@@ -107,10 +107,11 @@ def _from_disk(world: World, sharding: Sharding, checkpoints: Checkpoints) -> Fo
 def own_rows(path: Path, sharding: Sharding) -> dict[str, Any]:
     """This rank's rows of a checkpoint, sharded or not. Of its files only these are read, and they may be deleted."""
     parts = read_parts(path, step_of(path), in_place=True)
-    of = (parts[0].setdefault("rows", {"of": sharding.rows_in(parts[0])}))["of"]
+    if "rows" not in parts[0]:
+        parts = [sharding.described(parts[0], whole=True)]
     rows = rows_of(parts, sharding.rank, sharding.ranks)
     found: dict[str, Any] = map_tensors(rows, lambda tensor, _path: tensor.clone())
-    return {**found, "rows": {"rank": sharding.rank, "ranks": sharding.ranks, "of": of}}
+    return {**found, "rows": {"rank": sharding.rank, "ranks": sharding.ranks, "of": parts[0]["rows"]["of"]}}
 
 
 def _refuse_own_folder(world: World, checkpoints: Checkpoints) -> None:
@@ -127,6 +128,6 @@ def _refuse_own_folder(world: World, checkpoints: Checkpoints) -> None:
     if not all(seen):
         blind = ", ".join(str(rank) for rank, it in enumerate(seen) if not it)
         raise Ended(
-            f"--shard on needs a shared folder for checkpoints: rank {blind} does not see {checkpoints.place} of "
+            f"--shard needs a shared folder for checkpoints: rank {blind} does not see {checkpoints.place} of "
             "rank 0; name a --run-dir on a disk that all nodes share"
         )

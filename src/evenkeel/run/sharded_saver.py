@@ -75,6 +75,11 @@ class ShardedSaver(Saver):
         facts = facts_of(self.checkpoints, state.step, {}, "snapshot") | {"token": self.token}
         self.slots.write(lambda slot: state.capture(until, slot, final), facts, until)
 
+    def start(self, state: State, metrics: dict[str, float]) -> None:
+        """As `Saver.start`, on ranks that write."""
+        if self.writes:
+            super().start(state, metrics)
+
     def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
             self._write(capture(), metrics)
@@ -83,8 +88,6 @@ class ShardedSaver(Saver):
         return time.perf_counter() - begun
 
     def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
-        if not self.writes:
-            return
         write_rows(self.checkpoints, captured, metrics, "checkpoint", self.token)
         if captured["rows"]["rank"] == 0:
             await_whole(self.checkpoints, captured["step"], ROWS_TIMEOUT)
@@ -92,7 +95,8 @@ class ShardedSaver(Saver):
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
         """As `Saver.save_last`, on every rank."""
-        self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
+        if self.writes:
+            self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save this rank's rows of the last two steps; see `Saver.rescue`. No other rank has them.

@@ -87,8 +87,7 @@ class StepLog:
     def report_memory(self) -> None:
         """Record how many bytes each part of the state takes on each rank, and the peak so far. All ranks call this."""
         attempt, state = self._attempt, self._state
-        divided = (state.sharding.rank, state.sharding.ranks) if state.sharding else (0, 1)
-        mine = bytes_of_state(state.model, state.optimizers, bool(state.average), *divided)
+        mine = bytes_of_state(state.names, state.optimizers, bool(state.average))
         everywhere = attempt.world.gather(mine | {PEAK: peak(attempt.world.devices)})
         if attempt.tracker:
             attempt.tracker.event("memory", state.step, memory=everywhere)

@@ -256,9 +256,8 @@ class Replayed(Run):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.ending = Silent(self.attempt, self.state, self.checkpointer, self.step_log)
-        known = {id(parameter): name for name, parameter in self.state.model.named_parameters()}
         self.result.names = [
-            [known.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+            [self.state.names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
             for optimizer in self.state.optimizers
         ]
 

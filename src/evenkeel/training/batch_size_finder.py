@@ -29,11 +29,11 @@ from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import ElasticSampler
 from ..distributed.data_parallel import parallel
 from ..distributed.world import World
-from .ema import local_rows
 from .evaluation import same_tensors
 from .loss import Loss
 from .oom import OutOfMemory, explained, next_smaller, note_batch
 from .state import State
+from .state_dicts import local_rows
 from .task import Task
 
 log = logging.getLogger(__name__)

@@ -140,10 +140,10 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
     return list(optimizers)
 
 
-def left_out(model: nn.Module, optimizers: list[Optimizer]) -> str:
-    """A message with the parameters that require a gradient but have no optimizer; empty if there are none."""
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+def left_out(names: Mapping[Tensor, str], optimizers: list[Optimizer]) -> str:
+    """A message with those parameters that require a gradient but have no optimizer; empty if there are none."""
+    stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for p, name in names.items() if p.requires_grad and p not in stepped]
     if not missing:
         return ""
     return (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..common.errors import Refusal
 from .buffers import Buffers
 from .determinism import multiply
+from .state_dicts import load_weights, local_rows
 
 
 class Average:
@@ -49,18 +50,14 @@ class Average:
             torch._foreach_copy_(mine, committed)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live averages by the names of the parameters. The buffers are the model's."""
+        """The live averages, or this rank's rows, by the names of the parameters. The buffers are the model's."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name in parameters}
+        live = {name: it for name, it in self.model.state_dict(keep_vars=True).items() if name in parameters}
+        return dict(zip(live, local_rows(live.values()), strict=True))
 
-    def load_state_dict(self, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
-        """Load the averages, and the buffers from the model's state dict of the same step."""
-        self.model.load_state_dict({**model, **saved})
-
-
-def local_rows(tensors: list[Any]) -> list[Tensor]:
-    """This rank's rows of divided ones; asked for at each step, because torch 2.9 replaces them in the first pass."""
-    return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    def load_state_dict(self, saved: Mapping[str, Tensor], model: Mapping[str, Tensor], of: Mapping[str, int]) -> None:
+        """Load the averages, and the buffers from the model's state dict of the same step; see `load_weights`."""
+        load_weights(self.model, {**model, **saved}, of)
 
 
 def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

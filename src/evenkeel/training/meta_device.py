@@ -40,7 +40,7 @@ def built_on_meta(
     model = build()
     if left := _others(before):
         raise Refusal(
-            f"--shard on: model() of {type(task).__name__} stores a tensor of shape {list(left[0].shape)} outside of "
+            f"--shard: model() of {type(task).__name__} stores a tensor of shape {list(left[0].shape)} outside of "
             "the model (in a cache?), where it would have no values; make it anew in each call"
         )
     return model, built

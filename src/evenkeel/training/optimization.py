@@ -191,16 +191,17 @@ class Rates:
         self._warned = True
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> None:
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
     """Load an optimizer's state, except for the choice of its implementation, which depends on the device.
 
-    Runs of older versions have all parameters in one group and decay all of them; they continue to do so.
+    Runs of older versions have all ``parameters``, in the model's order, in one group and decay all of them; they
+    continue to do so.
     """
     groups = optimizer.param_groups
     sizes, ours = ([len(group["params"]) for group in them] for them in (saved["param_groups"], groups))
     if sizes == [sum(ours)] != ours:
         theirs = {id(p) for group in groups for p in group["params"]}
-        groups[0]["params"] = [p for p in model.parameters() if id(p) in theirs]
+        groups[0]["params"] = [p for p in parameters if id(p) in theirs]
         del groups[1:]
     elif sizes != ours:
         raise Ended(

@@ -33,12 +33,12 @@ from ..distributed.world import World
 from .cut import has_batchnorm
 from .file_memory import on_disk
 from .meta_device import materialise
-from .staging import dotted, map_tensors, named_tensors
-from .state_dicts import undivided
+from .staging import dotted, map_tensors
+from .state_dicts import local_rows, undivided
 from .task import Task, defines
 
 ELEMENTWISE = (SGD, Adam, AdamW)
-OPTION = "--shard on"
+OPTION = "--shard"
 
 
 def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]) -> None:
@@ -64,9 +64,8 @@ def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]
     _refuse_tied(model, blocks)
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
-            raise Refusal(
-                f"{OPTION}: {kind_of(optimizer)} is not known to compute each element by itself; use SGD, Adam or AdamW"
-            )
+            what = f"{OPTION}: {kind_of(optimizer)} is not known to compute each element by itself"
+            raise Refusal(f"{what}; use SGD, Adam or AdamW")
         if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
             raise Refusal(f"{OPTION}: the learning rate of {kind_of(optimizer)} is a tensor; make it a number")
 
@@ -111,8 +110,7 @@ class Sharding:
         if not dist.is_initialized():  # torchrun has not started this process; a later run in it takes the same group
             dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
             atexit.register(dist.destroy_process_group)
-        self.reduction = ShardedReduction(world)
-        self._model, self._optimizers = model, optimizers
+        self.reduction, self._model, self._optimizers = ShardedReduction(world), model, optimizers
         replicas = world.world_size // self.ranks
         self._owners: dist.ProcessGroup | None = None
         if replicas == 1:
@@ -127,20 +125,25 @@ class Sharding:
         names = {id(module): name for name, module in model.named_modules()}
         found = {names[id(block)] for block in task.blocks(model)} - {""}
         blocks = sorted(found, key=lambda name: (-name.count("."), name))  # the same order on all ranks
-        before = dict(model.named_parameters())
+        before = list(model.parameters())
         self._send_buffers(average)
         for each in [model, *([average] if average else [])]:
             self._divide(each, blocks)
-        after = dict(model.named_parameters())
         if average:
-            self._equal(average)
+            torch._foreach_copy_(local_rows(average.parameters()), local_rows(model.parameters()))
         self.reduction.parameters = list(model.parameters())
-        instead = {id(before[name]): after[name] for name in before}
+        mine = zip(local_rows(model.parameters()), before, strict=True)
+        rows = [nn.Parameter(tensor, parameter.requires_grad) for tensor, parameter in mine]
+        self.whole: dict[Tensor, Any] = dict(zip(rows, self.reduction.parameters, strict=True))
+        """This rank's rows, as optimizers have them -> the parameter. To step DTensors is slow, above all at first."""
+        instead = dict(zip(before, rows, strict=True))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [instead[id(parameter)] for parameter in group["params"]]
+                group["params"] = [instead[parameter] for parameter in group["params"]]
                 group |= {"fused": None, "foreach": True}
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused ones
+            optimizer.register_step_pre_hook(self._take_gradients)
+            optimizer.register_step_post_hook(self._leave_gradients)
 
     def _send_buffers(self, average: nn.Module | None) -> None:
         """Give all ranks what rank 0 has besides parameters: dense buffers, and what modules add to the state dict."""
@@ -157,11 +160,15 @@ class Sharding:
                 each.load_state_dict(more, strict=False)
 
     @torch.no_grad()
-    def _equal(self, average: nn.Module) -> None:
-        """Set this rank's rows of the average to those of the model."""
-        pairs: Any = zip(average.parameters(), self._model.parameters(), strict=True)
-        for mean, parameter in pairs:
-            mean.to_local().copy_(parameter.to_local())
+    def _take_gradients(self, optimizer: Optimizer, *_: Any) -> None:
+        for rows in (it for group in optimizer.param_groups for it in group["params"]):
+            if (whole := self.whole.get(rows)) is not None:
+                rows.data = whole.to_local()  # torch 2.9 replaces them in the first pass
+                rows.grad = None if whole.grad is None else whole.grad.to_local()
+
+    @staticmethod
+    def _leave_gradients(optimizer: Optimizer, *_: Any) -> None:
+        optimizer.zero_grad()  # else they stay in memory during the next step
 
     def _send(self, parameter: nn.Parameter) -> None:
         """Bring rank 0's values of a parameter to the device of each rank."""
@@ -196,47 +203,30 @@ class Sharding:
         if model._get_fsdp_state()._is_root:  # known from the first pass on
             model.reset_iter_state()
 
-    @torch.no_grad()  # with gradients, to_local() would be an operation of the graph
-    def local(self, live: dict[str, Any]) -> dict[str, Any]:
-        """A tree of state with this rank's rows in place of divided tensors, and the list of these under "rows"."""
-        of: dict[str, int] = {}
+    def described(self, state: dict[str, Any], whole: bool = False) -> dict[str, Any]:
+        """A state that has this rank's rows of divided tensors, or all, and under "rows" how many there are of each."""
+        named = self._model.named_parameters(remove_duplicate=False)
+        of = {f"{part}.{name}": len(it) for name, it in named for part in ("model", "ema") if part in state}
+        for number, (optimizer, saved) in enumerate(zip(self._optimizers, state["optimizers"], strict=False)):
+            for i, rows in enumerate(it for group in optimizer.param_groups for it in group["params"]):
+                shape = self.whole[rows].shape if whole else rows.shape
+                for name, it in saved["state"].get(i, {}).items():
+                    if isinstance(it, Tensor) and it.shape == shape:
+                        of[f"optimizers.{number}.state.{i}.{name}"] = len(self.whole[rows])
+        return {**state, "rows": {"rank": self.rank, "ranks": self.ranks, "of": of}}
 
-        def rows(tensor: Tensor, path: tuple[object, ...]) -> Tensor:
-            if isinstance(tensor, DTensor):
-                of[dotted(path)] = tensor.shape[0]
-                return tensor.to_local().detach()
-            return tensor
-
-        return {**map_tensors(live, rows), "rows": {"rank": self.rank, "ranks": self.ranks, "of": of}}
-
-    def divided(self, captured: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of :meth:`local`."""
-        of = captured["rows"]["of"]
+    def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A described state with DTensors in place of this rank's rows."""
+        of = state["rows"]["of"]
 
         def whole(rows: Tensor, path: tuple[object, ...]) -> Tensor:
             if dotted(path) not in of:
                 return rows
             shape = torch.Size([of[dotted(path)], *rows.shape[1:]])
             stride = torch.empty(shape, device="meta").stride()
-            rows = rows.to(self._mesh.device_type).contiguous()
             return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
-        return {name: part for name, part in map_tensors(dict(captured), whole).items() if name != "rows"}
-
-    def rows_in(self, whole: Mapping[str, Any]) -> dict[str, int]:
-        """The rows of each tensor that would be divided, of a state that is not, by the name of `named_tensors`."""
-        names = dict(self._model.named_parameters(remove_duplicate=False))
-        divided = {f"{part}.{name}" for part in ("model", "ema") for name in names}
-        shapes = {
-            f"optimizers.{number}.state.{i}": parameter.shape
-            for number, optimizer in enumerate(self._optimizers)
-            for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
-        }
-        return {
-            name: len(tensor)
-            for name, tensor in named_tensors(whole).items()
-            if name in divided or shapes.get(name.rpartition(".")[0]) == tensor.shape
-        }
+        return {name: part for name, part in map_tensors(dict(state), whole).items() if name != "rows"}
 
     def gathered(self, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
         """Whole tensors for a file that loads anywhere, on rank 0, in files without names in its folder; others get {}.

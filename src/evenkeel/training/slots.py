@@ -67,7 +67,7 @@ class Slot(Staging):
                 os.posix_fallocate(self._descriptor, 0, self._end)  # a page that is missing later is a SIGBUS
             except OSError as error:
                 size = f"{self._end / 1e6:.0f} MB"
-                raise Ended(f"--shard on: no memory for this rank's rows ({size}, twice): {error.strerror}") from None
+                raise Ended(f"--shard: no memory for this rank's rows ({size}, twice): {error.strerror}") from None
             self._buffers = _views(mmap.mmap(self._descriptor, self._end), layout)
             self._layout, packed = layout, _packed(layout)
             self._layout_bytes = os.pwrite(self._descriptor, packed, self._end)

@@ -29,6 +29,7 @@ from .refresh import Refresh, load_refresh
 from .schedulers import Schedulers, load_schedulers
 from .seqlock import Seqlock, Torn
 from .staging import Staging, named_tensors
+from .state_dicts import load_weights, local_rows
 from .task_state import TaskState, load_task_state
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class State:
         saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # with --shard of p's rows
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
@@ -254,17 +256,18 @@ class State:
         """Prepare memory for fast copies from a GPU. Call it after the first commit: then the optimizers have state."""
         staging.pin(self._live())
 
-    def _live(self, rows: bool = True) -> dict[str, Any]:
+    def _live(self) -> dict[str, Any]:
         """The committed state itself, in the order in which it must be copied; of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
-        learned = {name: parameter.detach() for name, parameter in self._named.items()} | self.buffers.committed
+        learned = dict(zip(self._named, local_rows(self._named.values()), strict=True)) | self.buffers.committed
+        model = self.model.state_dict(keep_vars=True)  # detached here: that of a DTensor is slow
         live = {
             "done": self._seqlock.done,
-            "model": {name: learned.get(name, value) for name, value in self.model.state_dict().items()},
+            "model": {name: learned.get(name, value).detach() for name, value in model.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._optional_parts(),
         }
-        live = self.sharding.local(live) if self.sharding and rows else live
+        live = self.sharding.described(live) if self.sharding else live
         return {**live, "begun": self._seqlock.begun}
 
     def _optional_parts(self) -> dict[str, Any]:
@@ -289,26 +292,25 @@ class State:
             "model.PARAMETER" and "model.BUFFER", "optimizers.NUMBER.PARAMETER.NAME" for the state of optimizers, and
             "ema.PARAMETER" and "scaler.NAME", if there are any. Those that --shard divides are DTensors.
         """
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        kept = {
-            number: {names.get(id(p), str(i)): values for i, (p, values) in enumerate(optimizer.state.items())}
-            for number, optimizer in enumerate(self.optimizers)
-        }
-        return named_tensors({"model": self._live(rows=False)["model"], "optimizers": kept, **self._optional_parts()})
+        live = self.sharding.divided(self._live()) if self.sharding else self._live()
+        for number, optimizer in enumerate(self.optimizers):
+            names = dict(enumerate(self.names.get(p, "") for group in optimizer.param_groups for p in group["params"]))
+            live["optimizers"][number] = {names.get(i, i): it for i, it in live["optimizers"][number]["state"].items()}
+        return named_tensors({part: it for part, it in live.items() if part not in ("done", "begun")})
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Load the result of :meth:`capture`, whatever device it was on; of a divided state this rank's rows."""
-        captured = self.sharding.divided(captured) if self.sharding else captured
+        of = captured["rows"]["of"] if self.sharding else {}
         with self._seqlock.change(captured["step"]):
-            self.model.load_state_dict(captured["model"])
+            load_weights(self.model, captured["model"], of)
             for optimizer, saved in zip(self.optimizers, captured["optimizers"], strict=True):
-                load_optimizer(optimizer, saved, self.model)
+                load_optimizer(optimizer, saved, self.names)
             load_schedulers(self.schedulers, captured.get("schedulers"))
             load_task_state(self.task_state, captured.get("task"))
             load_refresh(self.refresh, captured.get("refresh"))
             self.buffers.accept()
             if self.average:
-                self.average.load_state_dict(captured["ema"], captured["model"])
+                self.average.load_state_dict(captured["ema"], captured["model"], of)
             if self.scaler:
                 self.scaler.load_state_dict(captured["scaler"])
             if "stopping" in captured:
@@ -327,5 +329,6 @@ class State:
         self.buffers.accept()  # rank 0 has sent them
         self.parameters[:] = self.model.parameters()
         self._named = dict(self.model.named_parameters(remove_duplicate=False))
+        self.names = dict(zip(sharding.whole, self.names.values(), strict=True))
         if self.average:
             self.average.divide()

@@ -1,9 +1,10 @@
-"""A model's state dict for a file of weights, and its fingerprint."""
+"""State dicts of a model: for a file of weights, its fingerprint, and with --shard this rank's rows."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,29 @@ def cpu_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def undivided(tensor: Tensor) -> Tensor:
     """A tensor without its graph. All ranks gather a DTensor (--shard), whose class takes a second to import."""
     return getattr(tensor.detach(), "full_tensor", tensor.detach)()
+
+
+@torch.no_grad()  # with gradients, to_local() would be an operation of the graph
+def local_rows(tensors: Iterable[Any]) -> list[Tensor]:
+    """This rank's rows of divided ones; asked for at each step, because torch 2.9 replaces them in the first pass."""
+    return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+
+
+def load_weights(model: nn.Module, saved: Mapping[str, Tensor], of: Mapping[str, int]) -> None:
+    """Load a state dict. Of divided parameters it has this rank's rows, and all ranks have ``of["model.NAME"]``.
+
+    Raises:
+        RuntimeError: it does not fit; on all ranks, whose rows it may be.
+    """
+    divided = {name: it for name, it in model.named_parameters(remove_duplicate=False) if hasattr(it, "to_local")}
+    rest = {name: it for name, it in saved.items() if name not in divided}
+    left = model.load_state_dict(rest, strict=not divided)
+    wrong = {*left.missing_keys, *left.unexpected_keys} - divided.keys()
+    wrong |= {name for name, it in divided.items() if (of.get(f"model.{name}"), *saved[name].shape[1:]) != it.shape}
+    if wrong:
+        raise RuntimeError(f"other parameters or buffers: {', '.join(sorted(wrong))}")
+    if divided:
+        torch._foreach_copy_(local_rows(divided.values()), [saved[name] for name in divided])
 
 
 def sha256(weights: Mapping[str, Tensor]) -> str:
