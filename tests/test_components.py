@@ -18,7 +18,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1512,
+    "common": 1514,
     "config": 585,
     "data": 3160,
     "distributed": 2313,
