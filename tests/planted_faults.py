@@ -104,7 +104,7 @@ loader processes go on with the epoch after the next
 
 a rescue saves the weights that a loss computes with for the moment
     training/state.py | tests/training/test_staging.py
-    - {name: parameter.detach() for name, parameter in self._named.items()} | self.buffers.committed
+    - dict(zip(self._named, local_rows(self._named.values()), strict=True)) | self.buffers.committed
     + self.buffers.committed
 
 a block that is computed again moves BatchNorm's statistics a second time
@@ -184,8 +184,8 @@ other --epochs under a schedule that depends on them are not refused
 
 --digest-every leaves out the optimizers
     training/state.py | tests/training tests/run | tests/processes/test_compare.py
-    - "optimizers": kept, **
-    + **
+    - if part not in ("done", "begun")})
+    + if part not in ("done", "begun", "optimizers")})
 
 each step takes the learning rate of the one before
     /train.py | tests/training | tests/promises/test_two_networks.py tests/processes/test_old_runs.py

@@ -18,7 +18,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1572,
+    "common": 1574,
     "config": 588,
     "data": 3125,
     "distributed": 2391,

@@ -90,6 +90,8 @@ def announce() -> None:
     """Print that the program has started, before imports that take seconds. The next line overwrites it.
 
     From here on Ctrl-C ends the program with a line instead of a traceback, until a run takes signals.
+
+    >>> announce()  # prints nothing, if stdout is no terminal
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, _stop_at_start)
