@@ -33,8 +33,8 @@ from evenkeel.distributed.exits import exit_code
 from evenkeel.distributed.world import World
 from evenkeel.mirror import copying
 from evenkeel.run.attempt import Attempt
+from evenkeel.run.records import MIRRORED
 from evenkeel.run.run import Run
-from evenkeel.run.run_directory import MIRRORED
 from evenkeel.tasks.classify import Classify
 
 

@@ -98,8 +98,8 @@ def steps(side: Side, name: str, plan: Plan, world: World) -> Iterator[int]:
 
 def kept(tree: Tree) -> int:
     """Bytes of the exchanges' memory."""
-    memory = [t for exchange in tree._exchanges.values() for t in exchange._memory.values()]
-    return sum(tensor.nbytes for tensor in [*memory, *tree._memory.values()])
+    memory = [t for exchange in tree._exchanges.values() for t in exchange._memory._tensors.values()]
+    return sum(tensor.nbytes for tensor in [*memory, *tree._memory._tensors.values()])
 
 
 def compare(name: str, plan: Plan, world: World, count: int) -> None:

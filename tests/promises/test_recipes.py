@@ -82,7 +82,7 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
 
     said = "stopped early at step 9: no better test/score than 1.0000 in 2 evaluations"
     idle = r"(, and was down for \d+ s more \(no process, or a hang\))?"  # from a second on, between the starts
-    assert re.search(rf"evenkeel: finished in .+ \(.*\){idle}, {said}: ", done.stdout)
+    assert re.search(rf"evenkeel: finished in [^,]+{idle}, {said}: ", done.stdout)
     for folder, last in ((plain, 9), (run_dir, 9), (control, 12)):
         summary, status = read(folder), read(folder, "status.json")
         assert (summary["state"], summary["step"], summary["stopped_early"]) == ("finished", last, True)

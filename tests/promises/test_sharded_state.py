@@ -181,6 +181,27 @@ def test_a_rank_that_does_not_see_the_folder_ends_the_job_in_one_line(tmp_path: 
     assert "--shard needs a shared folder for checkpoints: rank 1 does not see" in lines
 
 
+@pytest.mark.slow
+def test_a_model_with_other_rows_than_an_unsharded_checkpoint_ends_the_run_and_leaves_the_checkpoint(
+    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import os\nfrom evenkeel.tasks.transformer import Decoder\nfrom tests.support import struck_task\n"
+        "class Own(struck_task.Struck):\n    def model(self):\n"
+        "        return Decoder(int(os.environ['ROWS']), 34, heads=1, layers=2, dropout=0.1, end=None)\n"
+    )
+    monkeypatch.setenv("ROWS", "65")
+    unsharded = [word if word != "on" else "off" for word in RARE]
+    words = options(f"{file}:Own", run_dir, *unsharded)
+    signal_ranks_at(4, run_dir, fork_ranks(1, TRAIN, *words), signal.SIGTERM)
+    before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    monkeypatch.setenv("ROWS", "66")
+    done = processes.checked(processes.finish(start(torchrun(1, TRAIN, *options(f"{file}:Own", run_dir, *RARE)))), 1)
+    assert "only in" in done.stderr or "fit" in done.stderr, done.stderr
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
+
+
 @pytest.mark.long
 def test_commands_read_a_sharded_checkpoint_and_a_run_without_shards_goes_on_from_it(
     run_dir: Path, tmp_path: Path

@@ -29,6 +29,6 @@ def test_a_mirror_without_a_process_that_copies(tmp_path: Path, monkeypatch: pyt
 def test_sharding_with_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", "2.8.0+cpu")
     with pytest.raises(Refusal, match=r"^--shard on: needs torch 2.9 or later, and this is 2.8.0\+cpu$"):
-        refuse_old_torch(Config())
+        refuse_old_torch(Config(shard="on"))
     monkeypatch.setattr("torch.__version__", "2.10.0")
-    refuse_old_torch(Config())
+    refuse_old_torch(Config(shard="on"))

@@ -40,10 +40,10 @@ def test_augmentation_is_the_samples_own(kind: Any, dataset: Any) -> None:
     task = Classify(dataset=dataset, augment=kind, image_size=16 if dataset == "fake" else 0)
     whole = Classify(dataset=dataset, image_size=task.image_size).train_dataset()
     train = Seeded(task.train_dataset(), seed=0, purpose="train")
-    first = train._sample(0, 5)[0]
+    first = train._sample(0, 5, 5)[0]
     assert (first.shape, first.dtype) == (whole[5][0].shape, torch.uint8)
-    assert torch.equal(train._sample(0, 5)[0], first)
-    found = [train._sample(epoch, 5)[0] for epoch in range(20)]
+    assert torch.equal(train._sample(0, 5, 5)[0], first)
+    found = [train._sample(epoch, 5, 5)[0] for epoch in range(20)]
     assert len({image.numpy().tobytes() for image in found}) > 5, "each epoch has its own"
     assert isinstance(task.test_dataset(), type(whole)), "nothing random in the test"
 
@@ -54,13 +54,13 @@ def test_digits_are_not_mirrored_and_photographs_are() -> None:
     padded = F.pad(plain, (1, 1, 1, 1))
     shifts = {padded[:, y : y + 8, x : x + 8].numpy().tobytes() for x in range(3) for y in range(3)}
     train = Seeded(Classify(augment="basic").train_dataset(), seed=0, purpose="train")
-    assert {train._sample(epoch, 5)[0].numpy().tobytes() for epoch in range(60)} == shifts
+    assert {train._sample(epoch, 5, 5)[0].numpy().tobytes() for epoch in range(60)} == shifts
     fake = Classify(dataset="fake", augment="basic", image_size=8)
     whole = Classify(dataset="fake", image_size=8).train_dataset()[5][0]
     padded = F.pad(torch.stack([whole, whole.flip(-1)]), (1, 1, 1, 1))
     both = {p[:, y : y + 8, x : x + 8].numpy().tobytes() for p in padded for x in range(3) for y in range(3)}
     train = Seeded(fake.train_dataset(), seed=0, purpose="train")
-    assert {train._sample(epoch, 5)[0].numpy().tobytes() for epoch in range(200)} == both
+    assert {train._sample(epoch, 5, 5)[0].numpy().tobytes() for epoch in range(200)} == both
 
 
 @pytest.mark.parametrize("options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}], ids=str)

@@ -207,7 +207,7 @@ def test_a_bad_sample_has_a_stand_in_of_its_own_in_each_epoch(tmp_path: Path, ca
 
     def load(index: int, epoch: int) -> torch.Tensor:
         again = Seeded(ImageFolder(tmp_path, "train", on_bad_sample="skip"), seed=0, purpose="train")
-        image: torch.Tensor = again._sample(epoch, index)[0]
+        image: torch.Tensor = again._sample(epoch, index, index)[0]
         return image
 
     with caplog.at_level(logging.WARNING):

@@ -39,7 +39,7 @@ def both(root: Path, epoch: int = 0, part: str = "train", **options: Any) -> tup
     def sample(decode: Any) -> Tensor:
         task = Classify(dataset="imagefolder", data_dir=root, image_size=SIZE, decode=decode, **options)
         dataset = task.train_dataset() if part == "train" else task.test_dataset()
-        image = Seeded(dataset, 0, part)._sample(epoch, 0)[0]
+        image = Seeded(dataset, 0, part)._sample(epoch, 0, 0)[0]
         assert (image.shape, image.dtype) == ((3, SIZE, SIZE), torch.uint8)
         return torch.cat([image.flatten(), torch.randint(256, (8,), dtype=torch.uint8)])
 

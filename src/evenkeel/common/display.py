@@ -101,7 +101,7 @@ def announce() -> None:
 
 def _stop_at_start(*_: object) -> None:
     """End at once, because imports may swallow a KeyboardInterrupt. One rank of a node says so."""
-    line = b"evenkeel: stopped by SIGINT before the first step; nothing to save; the same command starts again\n"
+    line = b"evenkeel: stopped by SIGINT while starting; the same command goes on from here\n"
     try:
         os.write(2, line if os.environ.get("LOCAL_RANK", "0") == "0" else b"")
     finally:

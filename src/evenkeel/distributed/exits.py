@@ -37,10 +37,13 @@ MISTAKES = (
 """Errors of code, unless one of another type led to them, or they are torch's own types."""
 
 OF_MACHINES = (
-    r"out of memory|allocate memory|CUDA (error|driver)|C[UH]\w+_STATUS|cuDNN error|NVML|DataLoader worker \(pid"
+    r"(?i:out of memory|allocate memory|(?<!torch\.)cuda(?!:\d)|cudnn|cufft|nccl|nvml|nvidia|hip error|timed? ?out"
+    r"|start new thread|too many open files|shared memory|ancdata|PytorchStreamReader|no space left)"
+    r"|C[UH]\w+_STATUS|DataLoader worker \(pid|exited unexpectedly"
     "|another exception occurred:|direct cause of the following"
 )
-"""Patterns in such errors that the next try may not have; the last two: in a loader process, with another cause."""
+"""Patterns in such errors that the next try may not have, but not in "found cuda:0 and cpu"; the last two: in a loader
+process, with another cause."""
 
 AGAIN = "; the same error again, before the first step: not tried again"
 

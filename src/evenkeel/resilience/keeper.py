@@ -280,7 +280,7 @@ class Keeper:
             self._peers.report_end()
         if "again" in self._messages and not self._stopped_within(1.0):  # other ranks record that they have failed too
             give_up()
-        self._exit_at_once |= code == KEYBOARD
+        self._exit_at_once |= code == KEYBOARD and "grace" in self._messages  # else it did not take signals yet
         if not self._await_written():
             code = KEYBOARD
         end_store()

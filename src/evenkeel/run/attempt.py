@@ -35,7 +35,7 @@ from .checkpoint import Checkpoints
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint
-from .records import is_untrained, read_facts, recorded_options
+from .records import is_run, is_untrained, read_facts, recorded_options
 from .resume import Resume
 from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, claim, has_begun, launch_token, prepare_folder
 from .start_checks import refuse_unmirrored, warnings_at_start
@@ -164,7 +164,7 @@ class Attempt:
     def _gather_records(self) -> Records:
         first_here = self.world.local_rank == 0
         status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
-        everywhere = self.world.gather((launch_token(), status, not status or is_untrained(self.path)))
+        everywhere = self.world.gather((launch_token(), status, not is_run(self.path) or is_untrained(self.path)))
         tokens, statuses, untrained = zip(*everywhere, strict=True)
         self._fresh |= any(statuses) and all(untrained)
         return Records(tokens, statuses)
@@ -247,7 +247,7 @@ class Attempt:
 
     def _write_log(self, status: dict[str, Any]) -> None:
         copies = self.world.local_rank == 0 and not self.directory
-        aside = adopt(self.path, self.options, status, self._fresh) if copies else None
+        aside = adopt(self.path, self.options, status, self.config.fresh) if copies else None
         tracking.start_logs(self.logs, self.world)
         if aside:
             log.info("--fresh: the run that was in %s is now in %s", self.path, aside)

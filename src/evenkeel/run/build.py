@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ def build_model(config: Config, task: Task) -> nn.Module:
     try:
         model = task.model()
     except (RuntimeError, AssertionError) as error:  # torch's, without a driver, a GPU or CUDA
-        if torch.cuda.is_available() or not re.search("NVIDIA driver|CUDA", str(error)):
+        # a machine with a GPU may have lost its driver for a moment
+        if any(Path("/dev").glob("nvidia*")) or not re.search("NVIDIA driver|CUDA", str(error)):
             raise
         where = f"model() uses a GPU{place_of(error.__traceback__)}, and there is none"
         raise Refusal(f"{where}: return it on the CPU; Evenkeel moves it") from error

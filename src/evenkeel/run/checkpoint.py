@@ -191,7 +191,7 @@ class Checkpoints:
         return final
 
     def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
-        """Give a folder with all files of a checkpoint its name, and delete old self."""
+        """Give a folder with all files of a checkpoint its name, and delete old ones."""
         old = self.folder / f".{final.name}.old"
         again = kind == "checkpoint" or not (final / MANIFEST).exists()
         if again and final.exists():  # the same step, written by an earlier attempt

@@ -25,6 +25,7 @@ class Evaluator:
         self._attempt, self._task, self._state = attempt, task, state
         self._evaluations: list[Evaluation] = []
         self._known: tuple[int, dict[str, float]] = 0, {}
+        self._checked = True
         self.metrics: dict[str, float] = {}
         """Of the present step, by full names; empty if it was not evaluated."""
 
@@ -47,19 +48,24 @@ class Evaluator:
             compute = [self._task.predict] if config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
             media.check(self._evaluations[0].shown)
+            self._checked = rehearsed is not None
             if rehearsed is not None:
-                # an evaluation that lacks the metric that decides
-                self._state.stopping.check(rehearsed)
+                self._check(rehearsed)
                 if schedulers := self._state.schedulers:
                     schedulers.check(rehearsed)
-                if best := self._state.stopping.best:  # now it is known whether the loss decides
-                    attempt.checkpoints.best_by = in_set(self._evaluations[0].name, best[0]), best[1]
 
     @property
     def owed(self) -> bool:
         """Whether a run that resumes at this step must evaluate before it goes on."""
         state = self._state
         return state.stopping.owed(state.step) or bool(state.schedulers and state.schedulers.owes(state.step))
+
+    def _check(self, metrics: dict[str, float]) -> None:
+        """Warn of an evaluation that lacks the metric that decides; find out whether the loss does."""
+        self._checked = True
+        self._state.stopping.check(metrics)
+        if best := self._state.stopping.best:
+            self._attempt.checkpoints.best_by = in_set(self._evaluations[0].name, best[0]), best[1]
 
     def evaluate(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no
@@ -74,7 +80,10 @@ class Evaluator:
             self._state.record_evaluation(known | {n.removeprefix(f"{first.name}/"): v for n, v in known.items()})
             self.metrics = known
             return
-        self.metrics = first.named(self._state.record_evaluation(first()))
+        metrics = self._state.record_evaluation(first())
+        if not self._checked:
+            self._check(metrics)
+        self.metrics = first.named(metrics)
         if first.name != VALIDATION or self._state.is_over():
             for other in others:
                 self.metrics |= other.named(other())

@@ -204,15 +204,20 @@ class Sharding:
             model.reset_iter_state()
 
     def described(self, state: dict[str, Any], whole: bool = False) -> dict[str, Any]:
-        """A state that has this rank's rows of divided tensors, or all, and under "rows" how many there are of each."""
-        named = self._model.named_parameters(remove_duplicate=False)
-        of = {f"{part}.{name}": len(it) for name, it in named for part in ("model", "ema") if part in state}
+        """A state that has this rank's rows of divided tensors, or all, and under "rows" how many there are of each.
+        Of a ``whole`` state they are counted in it: the model may have others, which `State.load` refuses."""
+        of: dict[str, int] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            for part in ("model", "ema"):
+                tensor = state.get(part, {}).get(name) if whole else parameter
+                if part in state and tensor is not None and tensor.dim():
+                    of[f"{part}.{name}"] = len(tensor)
         for number, (optimizer, saved) in enumerate(zip(self._optimizers, state["optimizers"], strict=False)):
             for i, rows in enumerate(it for group in optimizer.param_groups for it in group["params"]):
                 shape = self.whole[rows].shape if whole else rows.shape
                 for name, it in saved["state"].get(i, {}).items():
                     if isinstance(it, Tensor) and it.shape == shape:
-                        of[f"optimizers.{number}.state.{i}.{name}"] = len(self.whole[rows])
+                        of[f"optimizers.{number}.state.{i}.{name}"] = len(self.whole[rows])  # = shape[0] of a whole one
         return {**state, "rows": {"rank": self.rank, "ranks": self.ranks, "of": of}}
 
     def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,6 +110,8 @@ class State:
         """Clear the last step's gradients, also of parameters that no optimizer has: they would count in the norm."""
         for parameter in self.parameters:
             parameter.grad = None
+        for rows in self.sharding.whole if self.sharding else ():  # an optimizer that ran out of memory leaves them
+            rows.grad = None
 
     def set_rates(self, factors: float | Sequence[float]) -> None:
         """Set the learning rates of the next step, unless the task's schedulers have already done so.
