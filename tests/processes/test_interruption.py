@@ -230,6 +230,6 @@ def test_attempts_that_die_before_their_first_step_stop_after_three(run_dir: Pat
     assert len(records(run_dir, "start")) == 3, "torchrun goes on restarting, but nothing is started any more"
     assert "3 consecutive attempts" in done.stderr
 
-    again = run_forked(TRAIN, *job(run_dir, "--task", task), env=runs.OWN, expect=1)
+    again = run([sys.executable, TRAIN, *job(run_dir, "--task", task)], env=runs.OWN, expect=1)
     assert "3 consecutive attempts" not in again.stderr, "a command that is typed again is a new beginning"
     assert len(records(run_dir, "start")) == 4
