@@ -59,12 +59,26 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
     assert (summary["samples_seen"], summary["bits_void_from"]) == (3 * 101, step)
 
 
-def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
-    variables = rank_variables(2)
-    started = [fork(TRAIN, *job(tmp_path / "run", "--seed", rank), env=variables[rank]) for rank in range(2)]
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("seed", (0, 1)),
+        ("micro-batches", (2, 3)),
+        ("log-every", (1, 2)),
+        ("epochs", (2, 3)),
+        ("strict-bits", ("no", "yes")),
+    ],
+)
+def test_ranks_with_other_options_are_refused(tmp_path: Path, name: str, values: tuple[object, object]) -> None:
+    """Without the comparison ranks with another cut leave samples out, and those with other collectives hang."""
+    words = [[f"--{name}", value] for value in values]
+    if name == "strict-bits":
+        words, values = [[], ["--strict-bits"]], (False, True)
+    variables, job_of = rank_variables(2), untyped(tmp_path / "run", "--schedule", "constant")
+    started = [fork(TRAIN, *job_of, *words[rank], env=variables[rank]) for rank in range(2)]
     refused = checked(finish(started[0]), 2)
     kill_group(started[1])  # which leaves the speaking to the first
-    assert "--seed is 0 on rank 0 and 1 on rank 1; type the same on all nodes" in refused.stderr
+    assert f"--{name} is {values[0]} on rank 0 and {values[1]} on rank 1; type the same on all nodes" in refused.stderr
 
 
 def test_plan_prints_the_cut_and_why(tmp_path: Path) -> None:

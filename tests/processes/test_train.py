@@ -11,12 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from evenkeel.resilience.interruption import STOPPED
 from evenkeel.run.checkpoint import STATE
 from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import seal
 from tests.support import processes
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, checked, finish, kill_group, read, records, run, run_forked, start, torchrun
+from tests.support.processes import (
+    TRAIN,
+    checked,
+    finish,
+    finish_all,
+    fork,
+    kill_group,
+    rank_variables,
+    read,
+    records,
+    run,
+    run_forked,
+    start,
+    torchrun,
+)
 from tests.support.small_runs import PLAN, TASK, children, failed, job, model_of, trainer_of, wait_for_step, weights_of
 
 
@@ -122,3 +137,19 @@ def test_a_bug_in_the_loss_ends_the_run_at_once_and_keeps_the_last_step(run_dir:
     status = read(run_dir, "status.json")
     assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: a bug in the user's loss")
     assert runs.saved_step(run_dir) == status["step"]
+
+
+def test_with_fresh_a_new_node_takes_over_what_the_other_one_knows_of_the_same_job(tmp_path: Path) -> None:
+    def nodes(*disks: str) -> list[subprocess.Popen[str]]:
+        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "EVENKEEL_LAUNCH": "the-same-job"}
+        both = zip(rank_variables(2), disks, strict=True)
+        return [fork(TRAIN, *job(tmp_path / disk, "--fresh"), env=rank | alone) for rank, disk in both]
+
+    started = nodes("first", "second")
+    wait_for_step(tmp_path / "first", 3, started[0])
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+    finish_all(started, STOPPED)
+    finish_all(nodes("third", "second"))
+    assert read(tmp_path / "third", "status.json")["world_sizes"] == [2, 2]
+    assert records(tmp_path / "third", "start")[0]["step"] >= 3

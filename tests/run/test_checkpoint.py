@@ -162,6 +162,16 @@ def snapshots(folder: Path, *numbers: int) -> Checkpoints:
     return checkpoints
 
 
+def test_what_another_process_still_writes_is_left_alone(checkpoints: Checkpoints) -> None:
+    left = checkpoints.folder / ".step-00000007.abc.tmp"
+    left.mkdir(parents=True)
+    with checkpoints.locked(0.0):  # flock counts descriptors, not processes
+        checkpoints.load_newest()
+        assert left.exists()
+    checkpoints.load_newest()
+    assert not left.exists(), "the control: its writer was killed"
+
+
 def test_older_snapshots_of_this_host_are_cleared(tmp_path: Path) -> None:
     checkpoints = snapshots(tmp_path, 1, 2, 3, 4)
     checkpoints.clear_snapshots(before=3)

@@ -291,5 +291,10 @@ CUTTING, UNSAVED, _FREE = (
     frozenset(it.name for it in fields(Config) if it.metadata.get("change") == change)
     for change in ("warned", "unsaved", "free")
 )
+ALIKE = CUTTING | frozenset(
+    {"checkpoint_every", "digest_every", "epochs", "eval_every", "fresh", "log_every", "max_steps", "on_nonfinite"}
+    | {"replicate", "save_predictions", "shard", "shares", "strict_bits", "verify_every"}
+)
+"""Options that may change when a run is continued, but not from rank to rank: shares and collectives depend on them."""
 HARMLESS = _FREE | UNSAVED | {"data_dir"}  # a task's option: the same data may lie elsewhere on another node
 BOUNDS: dict[str, Bounds] = {it.name: it.metadata["bounds"] for it in fields(Config) if "bounds" in it.metadata}

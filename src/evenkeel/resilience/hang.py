@@ -125,9 +125,9 @@ class Watch:
             self._saved(step)
         if _compiles():
             store.set(COMPILING, f"{self.world.rank} {count}")
-        elif activity.phase != COMPILATION and store.check([COMPILING]) and store.get(COMPILING) != self._compiling:
-            self._compiling = store.get(COMPILING)
-            activity.changes += 1  # waiting for a rank that compiles counts as progress
+        elif activity.phase != COMPILATION and store.check([COMPILING]):
+            before, self._compiling = self._compiling, store.get(COMPILING)
+            activity.changes += self._compiling != before  # waiting for a rank that compiles counts as progress
         if self._alarm.is_set():
             store.set(ALARM, "")
         elif store.check([ALARM]):
@@ -138,6 +138,7 @@ class Watch:
         tick = min(self.interval, self.timeout / 4)
         while not self._alarm.wait(tick):
             if self._stopped.is_set():
+                faulthandler.cancel_dump_traceback_later()  # this thread may have set it after `end`
                 return
             if activity.changes != changes or _compiles():
                 changes, idle = activity.changes, 0.0

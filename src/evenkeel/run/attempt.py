@@ -20,6 +20,7 @@ from ..common.errors import Ended, Refusal
 from ..common.naming import TEST, in_set
 from ..common.phases import START_UP, activity
 from ..config import Config, differences, saved_options
+from ..config.options import ALIKE
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
@@ -175,9 +176,11 @@ class Attempt:
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
-        everywhere = self.world.gather(self.options)
-        for rank, typed in enumerate(everywhere):
-            for name, first, here in differences(everywhere[0], typed, self.harmless):
+        everywhere = self.world.gather((self.options, {name: getattr(self.config, name) for name in sorted(ALIKE)}))
+        options, alike = everywhere[0]
+        for rank, (typed, here_alike) in enumerate(everywhere):
+            other = [(name, value, here_alike[name]) for name, value in alike.items() if here_alike[name] != value]
+            for name, first, here in [*differences(options, typed, self.harmless), *other]:
                 raise Refusal(
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
                 )
@@ -202,12 +205,11 @@ class Attempt:
 
     def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
-        if self._fresh:
-            if aside := directory.start_over(before.tokens):
-                moved = f"--fresh: the run that was in {self.path} is now in {aside}"
-                self.print(f"nothing was trained in {aside}; starting again" if aside == self.path else moved)
-        elif not directory.attempts:  # rank 0 is new here, but another node may know the run
-            directory.status = before.newest
+        if self._fresh and (aside := directory.start_over(before.tokens)):
+            moved = f"--fresh: the run that was in {self.path} is now in {aside}"
+            self.print(f"nothing was trained in {aside}; starting again" if aside == self.path else moved)
+        if not directory.attempts and (not self._fresh or has_begun(before.newest, before.tokens)):
+            directory.status = before.newest  # rank 0 is new here, but another node may know the run
         status = directory.status
         if self._finished(status):
             return status

@@ -265,6 +265,14 @@ class Checkpoints:
         return value if self.best_by and self.best_by[1] == "max" else -value
 
 
+def known_step(checkpoints: Checkpoints) -> int | str:
+    """The newest step, for a message about an error of the disk: "?" if its folder cannot be read either."""
+    try:
+        return checkpoints.newest_step()
+    except OSError:
+        return "?"
+
+
 def step_folders(folder: Path) -> list[Path]:
     """Everything in a folder that has a checkpoint's name, complete or not, by step."""
     return sorted((path for path in folder.glob("step-*") if is_step_folder(path)), key=step_of)

@@ -11,6 +11,7 @@ from ..training import compilation
 from ..training.state import State
 from .attempt import Attempt
 from .chain import options_digest, samples_digest, whole_steps
+from .checkpoint import known_step
 from .digest import digests
 from .saver import Saver
 from .sharded_saver import ShardedSaver
@@ -74,10 +75,10 @@ class Checkpointer:
                 tracker.event("checkpoint", step, seconds=round(seconds, 4))
                 self.announce(step)
         except OSError as error:
-            last = self.saver.checkpoints.newest_step()
+            last = known_step(self.saver.checkpoints)
             if tracker:
                 tracker.event("checkpoint_failed", step, reason=str(error))
-            log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %d", step, error, last)
+            log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %s", step, error, last)
 
     def saved_elsewhere(self, step: int) -> None:
         """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts."""
@@ -110,4 +111,5 @@ class Checkpointer:
     def _record_saved(self, step: int) -> None:
         """In the saver's thread: record that the run can continue from this step."""
         assert self._attempt.directory
-        self._attempt.directory.advance("running", step)
+        directory = self._attempt.directory
+        directory.try_update(step=step, seconds=directory.seconds)  # if that fails, the checkpoint is complete still

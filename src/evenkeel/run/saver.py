@@ -18,7 +18,7 @@ from ..resilience.memory_checkpoint import MemoryCheckpoint, rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
-from .checkpoint import LOCK_TIMEOUT, Checkpoints, Kind, manifest_of
+from .checkpoint import LOCK_TIMEOUT, Checkpoints, Kind, known_step, manifest_of
 from .sharded_checkpoint import checkpoints_of, facts_of, write_slots
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Saver:
             time.sleep(min(RANK_DELAY * local_rank, grace / 8))
             path = self.checkpoints.save_if_new(captured, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
-            log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
+            log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known_step(self.checkpoints))
             return f"not saved ({error})"
         finally:
             if taken:

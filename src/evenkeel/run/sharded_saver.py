@@ -20,6 +20,7 @@ from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.staging import Staging
 from ..training.state import State
+from .checkpoint import known_step
 from .saver import NOTHING_NEW, Saver
 from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, facts_of, write_rows, write_slots
 
@@ -127,7 +128,7 @@ class ShardedSaver(Saver):
                 with suppress(OSError):
                     await_whole(self.checkpoints, steps[-1], min(LAST_WAIT, grace / 4))
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
-            log.error("NOT SAVED: %s; the last checkpoint is at step %d", error, self.checkpoints.newest_step())
+            log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known_step(self.checkpoints))
             return f"not saved ({error})"
         finally:
             if taken:

@@ -13,6 +13,7 @@ torch is imported where it is used, as in checkpoint.py.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import time
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ..common.files import HashingWriter
+from ..common.files import HashingWriter, lock
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +206,15 @@ def clean(folder: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.replace(final)
-    for temporary in folder.glob(".step-*.tmp"):
-        shutil.rmtree(temporary, ignore_errors=True)
+    if not folder.exists():
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        if lock(opened):  # else a process is writing still, such as one that a keeper has left behind
+            for temporary in folder.glob(".step-*.tmp"):
+                shutil.rmtree(temporary, ignore_errors=True)
+    finally:
+        os.close(opened)
 
 
 def set_aside(path: Path, damage: object) -> None:
