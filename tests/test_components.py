@@ -18,12 +18,12 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1574,
+    "common": 1578,
     "config": 593,
     "data": 3125,
-    "distributed": 2394,
+    "distributed": 2405,
     "resilience": 1640,
-    "training": 6078,
+    "training": 6085,
     "run": 6695,
     "tasks": 2224,
     "mirror": 548,

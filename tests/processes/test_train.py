@@ -153,3 +153,32 @@ def test_with_fresh_a_new_node_takes_over_what_the_other_one_knows_of_the_same_j
     finish_all(nodes("third", "second"))
     assert read(tmp_path / "third", "status.json")["world_sizes"] == [2, 2]
     assert records(tmp_path / "third", "start")[0]["step"] >= 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bug_in_the_data_set_is_reported_at_its_line(tmp_path: Path, run_dir: Path, workers: int) -> None:
+    body = """
+    def train_dataset(self):
+        return Broken(super().train_dataset())
+    """
+    broken = """
+class Broken:
+    def __init__(self, data):
+        self.data = data
+    def __len__(self):
+        return len(self.data)
+    def __getitem__(self, index):
+        if index == 77:
+            raise ValueError("bad file 77.png")
+        return self.data[index]
+"""
+    task = runs.own_task(tmp_path, body, broken)
+    words = [TRAIN, *job(run_dir, "--num-workers", workers, "--task", task)]
+    done = run([sys.executable, *words], env=runs.OWN, expect=1)
+    line = 1 + (tmp_path / "own.py").read_text().split("\n").index('            raise ValueError("bad file 77.png")')
+    shown = done.stderr.splitlines()
+    assert shown[-1] == f"evenkeel: rank 0 failed: ValueError: bad file 77.png at {tmp_path / 'own.py'}:{line}"
+    (begin,) = [number for number, text in enumerate(shown) if text.startswith("Traceback")]
+    assert "your files only" in shown[begin]
+    assert shown[-2] == "ValueError: bad file 77.png"
+    assert not [text for text in shown[begin:] if "/src/evenkeel/" in text]

@@ -32,6 +32,7 @@ from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.loss import Loss
 from evenkeel.training.optimization import Rates, rate_names
 from evenkeel.training.state import State
+from evenkeel.training.task import Task
 from tests.support.processes import free_port
 from tests.support.steps import passes
 from tests.training.test_gradients import ALONE
@@ -309,3 +310,20 @@ def test_which_errors_are_for_want_of_memory(fails: Callable[[], object], expect
         fails()
     assert is_out_of_memory(caught.value) == expected
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+
+
+def test_the_loss_decides_only_while_a_task_and_its_parents_have_no_metrics() -> None:
+    class Bare(Task):
+        def metrics(self, model: nn.Module, batch: Any) -> Any: ...
+
+    class Loss(Task): ...
+
+    class Metrics(Loss):
+        def metrics(self, model: nn.Module, batch: Any) -> Any: ...
+
+    class Said(Loss):
+        best = ("loss", "min")
+
+        def metrics(self, model: nn.Module, batch: Any) -> Any: ...
+
+    assert [it.best for it in (Bare, Loss, Metrics, Said)] == [Task.best, ("loss", "min"), Task.best, ("loss", "min")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from .naming import owner
@@ -60,6 +60,10 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
 
 def place_of(trace: TracebackType | None) -> str:
     """The place in the user's code, or a package, where an error comes from, as " at FILE:LINE"; "": not known."""
-    frames = traceback.extract_tb(trace)
+    return place_in(traceback.extract_tb(trace))
+
+
+def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
+    """As :func:`place_of`."""
     found = [f for f in frames if owner(f) == "user"] or [f for f in frames if owner(f) == "package"]
     return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""

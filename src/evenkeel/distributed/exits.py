@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ..common import keeper_link
 from ..common.display import say
-from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, place_of
+from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, place_in
 from ..common.naming import owner
 from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
@@ -79,7 +79,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return REFUSED
     except Exception as error:
         # printed here, so that `leave` can follow: shutting down the interpreter delays a restart by a second
-        line, again = reason_of(error).rstrip(".: ") + place_of(error.__traceback__), False
+        line, again = reason_of(error).rstrip(".: ") + place_in(_frames(error)), False
         if keeper_link.has_keeper() and is_loss_of_a_rank(error):
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         else:
@@ -94,16 +94,27 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 def _print_traceback(error: Exception) -> None:
     """Print the traceback; only the user's frames of one that ends in their files, and is in this rank's log."""
-    frames = [it for it in traceback.extract_tb(error.__traceback__) if owner(it) in ("engine", "user")]
+    frames = [it for it in _frames(error) if owner(it) in ("engine", "user")]
     last = "".join(traceback.format_exception_only(error)).rstrip()
     logs = [it for it in logging.getLogger("evenkeel").handlers if isinstance(it, logging.FileHandler)]
     log = Path(logs[0].baseFilename if logs else "")
     if log.is_file() and frames and owner(frames[-1]) == "user" and last in log.read_text(errors="replace"):
         shown = traceback.format_list([it for it in frames if owner(it) == "user"])
         say(f"Traceback (most recent call last), your files only; all of it is in {log}:", to_stderr=True)
-        say("".join(shown) + last, to_stderr=True)
+        say("".join(shown) + (reason_of(error) if _is_of_loader(error) else last), to_stderr=True)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Of the traceback; after them those of a loader process, which torch has put into the message."""
+    there = re.findall(r'^ *File "(.+)", line (\d+), in (.+)$', str(error), re.M) if _is_of_loader(error) else []
+    more = [traceback.FrameSummary(file, int(number), name) for file, number, name in there]
+    return [*traceback.extract_tb(error.__traceback__), *more]
+
+
+def _is_of_loader(error: BaseException) -> bool:
+    return " in DataLoader worker process " in str(error).partition("\n")[0]
 
 
 def reason_of(error: BaseException) -> str:

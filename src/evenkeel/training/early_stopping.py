@@ -81,8 +81,9 @@ class Stopping:
         text = f"the evaluation has no metric {self.best[0]!r}, only {', '.join(metrics) or 'none at all'}"
         if self.patience:
             raise Ended(f"--patience {self.patience}: {text}; set the task's `best`, or leave --patience out")
-        example = next(iter(metrics), "loss")
-        log.warning("no best checkpoint is stored: %s; set the task's `best` to (%r, 'min'), or None", text, example)
+        name = next(iter(metrics), "loss")
+        modes = "'min'" if "loss" in name else "'max' or 'min'"
+        log.warning("no best checkpoint is stored: %s; set the task's `best` to (%r, %s), or None", text, name, modes)
 
     def over(self, step: int) -> bool:
         """Whether this step is the last."""

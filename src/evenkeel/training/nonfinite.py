@@ -20,8 +20,9 @@ class NonFinite(Ended):
     """A step, counted from 1, was not finite. It has changed nothing."""
 
     def __init__(self, step: int) -> None:
+        remedy = "lower --lr, set --clip-norm" if step > 1 else "no step has changed the weights: check data and loss()"
         super().__init__(
-            f"the loss or the gradient of step {step} is not finite; lower --lr, set --clip-norm, or skip such steps "
+            f"the loss or the gradient of step {step} is not finite; {remedy}, or skip such steps "
             "with --on-nonfinite skip"
         )
 

@@ -15,6 +15,9 @@ from .checks import checked_losses, one_number
 from .task_data import TaskData
 from .task_training import TaskTraining
 
+ONLY_LOSS: tuple[str, Literal["max", "min"]] = ("loss", "min")
+"""What decides which checkpoint is the best, where a task defines neither metrics nor `best`."""
+
 Losses: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Tensor | float]]
 """The result of a task's loss: the loss, or the loss and its parts by name."""
 
@@ -54,7 +57,9 @@ class Task(TaskData, TaskTraining):
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         if cls.metrics is Task.metrics and cls.best is Task.best:
-            cls.best = ("loss", "min")
+            cls.best = ONLY_LOSS
+        elif cls.metrics is not Task.metrics and cls.best is ONLY_LOSS:  # of a parent that has no metrics
+            cls.best = Task.best
 
     @abstractmethod
     def model(self) -> nn.Module:
