@@ -10,9 +10,18 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "again"]
-"""The name by which all ranks of this generation meet; --keeper-restarts; --grace; the first step that is finished; the
-facts of a state in memory (`resilience.memory_checkpoint`); why the rank ends: it has lost another one (with what to
-print if that is not so), it hangs, refuses its input, or has failed as before and should not start again."""
+"""What a rank tells its keeper, mostly with a value:
+
+    generation  the name by which all ranks of this generation meet
+    limit       --keeper-restarts
+    grace       --grace
+    progress    the first step that this attempt has finished
+    memory      the facts of a state in memory (`resilience.memory_checkpoint`)
+    lost        the rank ends because it has lost another one; what to print if that is not so
+    hang        it ends because of a hang
+    refusal     it refuses its input; the line
+    again       it has failed as before, and should not start again
+"""
 
 REGROUP = signal.SIGVTALRM
 """From a keeper to its rank: another rank has died. Save the last finished step and leave, to be forked again. It is a
@@ -85,7 +94,7 @@ def before_exit(act: Callable[[], object]) -> None:
 
 
 def run_before_exit() -> None:
-    """Do that."""
+    """Run what `before_exit` has registered."""
     if _last_act:
         _last_act()
 

@@ -25,11 +25,15 @@ from .sampler import ElasticSampler, Indices
 class Seeded(Dataset[Any]):
     """A data set whose random numbers depend on the sample, not on the process that loads it.
 
-    Before each sample the generators are seeded from (seed, purpose, epoch, index); with the position instead of the
-    index if the task has its own order, in which a sample may come several times. A data set that fetches whole
-    micro-batches (``__getitems__``) is seeded once for each, from its first position; so is a task's own collate
-    (`Collated`). A data set of tensors only (`Rows`) draws no random numbers and is not seeded. ``set_epoch`` of a
-    data set is called before its samples are read, in the process that reads them.
+    The generators are seeded from (seed, purpose, epoch, number) before each read. The number is
+
+    - the index of the sample;
+    - if the task has its own order, in which a sample may come several times: its position;
+    - of a data set that fetches whole micro-batches (``__getitems__``), and of a task's own collate (`Collated`): the
+      first position.
+
+    A data set of tensors only (`Rows`) draws no random numbers and is not seeded. ``set_epoch`` of a data set is called
+    before its samples are read, in the process that reads them.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int, purpose: str) -> None:

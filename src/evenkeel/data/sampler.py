@@ -22,7 +22,8 @@ from .shuffle import shuffled
 from .token_batches import TokenBatches
 
 BLOCK = 4096
-"""Positions whose samples are computed in one call, or more for a larger micro-batch: 64 take 10 us then, not 150."""
+"""Positions whose samples are computed in one call, or more for a larger micro-batch. One call takes 10 us for each 64
+positions, 64 single calls take 150."""
 
 
 class Indices(list[int]):

@@ -27,7 +27,7 @@ from .tree import Fold, Node, subtrees
 from .world import World
 
 
-class Memory:
+class Scratch:
     """Flat tensors that are allocated once, by a key, and reused in each step; one that is too small is replaced."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Exchange:
     """Sums of a flat tensor of n numbers over all ranks, in the tree's order; reuses its memory in each step."""
 
     def __init__(self, world: World, numel: int, like: Tensor) -> None:
-        self.world, self._memory = world, Memory()
+        self.world, self._memory = world, Scratch()
         self._like = like.new_empty(0)  # not `like` itself, which would never be freed
         self._shares: Sequence[range] = ()
         self._nodes: list[Node] = []

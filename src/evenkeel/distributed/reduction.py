@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from .exchange import Exchange, Job, Memory, Pipeline
+from .exchange import Exchange, Job, Pipeline, Scratch
 from .tree import Fold, Node
 from .world import World
 
@@ -133,7 +133,7 @@ class Tree(Reduction):
         self._shares: Sequence[range] = []
         self._so_far = Fold(_add)
         self._used: set[int] = set()
-        self._memory = Memory()
+        self._memory = Scratch()
         self._exchanges: dict[Any, Exchange] = {}
         self._pipeline = Pipeline(world.devices)
 

@@ -53,7 +53,7 @@ WEIGHTS_PER_SECOND = 2e7
 """Weights that a slow CPU initialises in a second."""
 
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
-"""After so many steps of an attempt comes what is done now and then."""
+"""After so many steps of an attempt data, digests and memory are checked: the cost of that vanishes."""
 
 
 class Run:
@@ -264,7 +264,6 @@ class Run:
         self._steps_here += 1
         if self._steps_here == 1:
             keeper_link.send("progress", str(state.step))
-        # after 1, 4, 16, 64, ... steps of this attempt, so that its cost vanishes, and at the end
         now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR
         if now_and_then:
             self.attempt.data.refuse_changed()

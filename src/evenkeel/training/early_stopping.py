@@ -18,7 +18,7 @@ from ..common.naming import TEST, in_set
 log = logging.getLogger(__name__)
 
 
-class Memory(NamedTuple):
+class History(NamedTuple):
     """The evaluations so far. Replaced as a whole, because another thread may save it at any time."""
 
     evaluated: int = 0  # step of the last one
@@ -49,7 +49,7 @@ class Stopping:
     ) -> None:
         self.last_step, self.every, self.best, self.patience = last_step, every, best, patience
         self.decides, self.assumed = decides, assumed and best is not None
-        self.memory = Memory()
+        self.history = History()
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after this step."""
@@ -58,19 +58,19 @@ class Stopping:
     def owed(self, step: int) -> bool:
         """Whether a run that resumes at this step must evaluate first: it is over, or it was killed before an
         evaluation that counts."""
-        missed = bool(self.patience) and 0 < step != self.memory.evaluated and self.due(step)
+        missed = bool(self.patience) and 0 < step != self.history.evaluated and self.due(step)
         return missed or self.over(step)
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation on the set that decides; empty metrics mean that there was none."""
-        if not (metrics and self.patience) or step == self.memory.evaluated or step % self.every:
+        if not (metrics and self.patience) or step == self.history.evaluated or step % self.every:
             return  # an extra evaluation after the last step must not count if the run is extended later
         self.check(metrics)
         assert self.best  # --patience without it was refused
         name, mode = self.best
-        value, best = metrics[name], self.memory.best
+        value, best = metrics[name], self.history.best
         better = not isnan(value) and (best is None or (value > best if mode == "max" else value < best))
-        self.memory = Memory(step, value, 0) if better else Memory(step, best, self.memory.stale + 1)
+        self.history = History(step, value, 0) if better else History(step, best, self.history.stale + 1)
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Warn if an evaluation lacks the metric that counts; end the run if --patience needs it."""
@@ -92,18 +92,18 @@ class Stopping:
     @property
     def early(self) -> bool:
         """Whether patience has run out."""
-        return bool(self.patience) and self.memory.stale >= self.patience
+        return bool(self.patience) and self.history.stale >= self.patience
 
     def why(self) -> str:
         """The reason for stopping early, in a line; called for every run that ends."""
-        best = "any number" if self.memory.best is None else f"{self.memory.best:.4f}"
+        best = "any number" if self.history.best is None else f"{self.history.best:.4f}"
         name = in_set(self.decides, self.best[0]) if self.best else "metric"
-        return f"no better {name} than {best} in {self.memory.stale} evaluations"
+        return f"no better {name} than {best} in {self.history.stale} evaluations"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return self.memory._asdict()
+        return self.history._asdict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
-        self.memory = Memory(**saved)
+        self.history = History(**saved)

@@ -59,8 +59,8 @@ class Loss(nn.Module):
             self._idle = nn.Parameter(next(zeros, torch.zeros(())))
 
     def forward(self, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """The batch's mean loss; for None a zero whose gradient is an exact zero for every parameter (if some may be
-        unused, for none). If it has parts, they are returned too, with shape [parts] and without a gradient."""
+        """The batch's mean loss; for None a zero. The gradient of that is an exact zero for every parameter; if some
+        may be unused, no parameter gets one. Parts of a loss are returned too, of shape [parts], without a gradient."""
         if batch is None:
             if self._idle is not None:
                 return self._idle * 0

@@ -28,13 +28,16 @@ class NonFinite(Ended):
 
 
 class Decision(NamedTuple):
-    """What becomes of a step. `nonfinite`: nothing is applied. `overflow`: only float16's scale is too large. `failed`:
-    nonfinite, and no overflow. `skip`: as `nonfinite`, but a bool if the host decides."""
+    """What becomes of a step."""
 
     nonfinite: Tensor
+    """Nothing is applied."""
     overflow: Tensor | None
+    """Only float16's scale is too large."""
     failed: Tensor
+    """Nonfinite, and no overflow."""
     skip: Tensor | bool
+    """As `nonfinite`, but a bool if the host decides."""
 
 
 def decide(

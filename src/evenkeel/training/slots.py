@@ -27,12 +27,12 @@ from ..common.deadlines import FOREVER, left
 from ..common.errors import Ended
 from ..resilience.memory_checkpoint import SLOT_HEAD, step_in
 from .seqlock import Torn
-from .staging import ALIGNED, Path, Staging, map_tensors
+from .staging import ALIGNED, Keys, Staging, map_tensors
 
 HEAD = 4096
 """Bytes before the first tensor; they begin with `SLOT_HEAD`."""
 
-Layout = list[tuple[Path, torch.dtype, tuple[int, ...]]]
+Layout = list[tuple[Keys, torch.dtype, tuple[int, ...]]]
 """Where in the state each tensor is, in the order in which they are stored."""
 
 
@@ -176,9 +176,9 @@ def _offsets(layout: Layout) -> list[int]:
     return list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=HEAD))
 
 
-def _views(memory: mmap.mmap, layout: Layout) -> dict[Path, Tensor]:
+def _views(memory: mmap.mmap, layout: Layout) -> dict[Keys, Tensor]:
     """Tensors in a slot's memory, each with its own storage, because `torch.save` writes whole storages."""
-    found: dict[Path, Tensor] = {}
+    found: dict[Keys, Tensor] = {}
     for (path, dtype, shape), offset in zip(layout, _offsets(layout), strict=False):
         number = torch.Size(shape).numel()
         flat = torch.frombuffer(memory, dtype=dtype, count=number, offset=offset) if number else torch.empty(0)
@@ -186,7 +186,7 @@ def _views(memory: mmap.mmap, layout: Layout) -> dict[Path, Tensor]:
     return found
 
 
-def _filled(tree: Any, tensors: Mapping[Path, Tensor], path: Path = ()) -> Any:
+def _filled(tree: Any, tensors: Mapping[Keys, Tensor], path: Keys = ()) -> Any:
     """Plain data with each tensor at its place."""
     if path in tensors:
         return tensors[path]

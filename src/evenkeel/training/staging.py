@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..common.deadlines import FOREVER, left
 
-Path = tuple[object, ...]
+Keys = tuple[object, ...]
 """The keys and indices that lead to a tensor in a tree."""
 
 ALIGNED = 64
@@ -38,7 +38,7 @@ class Staging:
     def __init__(self, *devices: torch.device, still: bool = False) -> None:
         self._still = still
         self._taken = threading.Lock()
-        self._buffers: dict[Path, Tensor] = {}
+        self._buffers: dict[Keys, Tensor] = {}
         self.pinned = False
         """Whether :meth:`pin` has been called."""
         gpus = [device for device in devices if device.type == "cuda"]
@@ -59,7 +59,7 @@ class Staging:
         powers of two and would be up to twice as large.
         """
         self.pinned = True
-        sources: dict[Path, Tensor] = {}
+        sources: dict[Keys, Tensor] = {}
         map_tensors(tree, lambda source, path: sources.update({path: source}) if source.is_cuda else None)
         memory, parts = in_one_piece(list(sources.values()))
         self._buffers.update(zip(sources, parts, strict=True))
@@ -81,10 +81,10 @@ class Staging:
             The copy, and the function that fills in its tensors. Any thread may call it. It passes all tensors to
             torch in three calls, so it rarely competes with the training for the interpreter.
         """
-        buffers: dict[Path, Tensor] = {}
+        buffers: dict[Keys, Tensor] = {}
         sources: list[Tensor] = []
 
-        def buffer_for(source: Tensor, path: Path) -> Tensor:
+        def buffer_for(source: Tensor, path: Keys) -> Tensor:
             # torch.save writes the whole storage of a view, so a view is copied even if nothing changes
             whole = source.device.type == "cpu" and source.untyped_storage().nbytes() == source.nbytes
             if self._still and whole:
@@ -132,7 +132,7 @@ def in_one_piece(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return memory, parts
 
 
-def map_tensors(tree: Any, change: Callable[[Tensor, Path], Any], path: Path = ()) -> Any:
+def map_tensors(tree: Any, change: Callable[[Tensor, Keys], Any], path: Keys = ()) -> Any:
     """Nested dicts, lists and tuples with each tensor replaced by ``change(tensor, path)``. torch's pytree would take
     seven times as long."""
     if isinstance(tree, Tensor):

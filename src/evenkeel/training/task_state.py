@@ -24,7 +24,7 @@ from ..distributed.collectives import no_collectives
 from ..distributed.world import World
 from .evaluation import evaluating, same_tensors
 from .schedulers import plain
-from .staging import Path, map_tensors
+from .staging import Keys, map_tensors
 from .task import Task, defines
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class TaskState:
         if not isinstance(returned, Mapping):
             raise Refusal(f"{name} returned {kind_of(returned)}: it must return a dict")
 
-        def strided(tensor: Tensor, path: Path) -> Tensor:
+        def strided(tensor: Tensor, path: Keys) -> Tensor:
             if tensor.is_nested or tensor.layout is not torch.strided:
                 raise Refusal(f"{name} has {path[-1]!r}, which is not a dense tensor: save its parts")
             return tensor
@@ -169,7 +169,7 @@ def digest(state: Any) -> str:
         return ""
     found = hashlib.sha256()
 
-    def add(tensor: Tensor, path: Path) -> None:
+    def add(tensor: Tensor, path: Keys) -> None:
         values = tensor.detach().cpu().contiguous().flatten()
         found.update(f"{path} {tensor.dtype} {list(tensor.shape)}".encode())
         found.update(values.view(torch.uint8).numpy().data)
