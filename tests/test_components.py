@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2405,
     "resilience": 1640,
     "training": 6088,
-    "run": 6694,
+    "run": 6695,
     "tasks": 2224,
     "mirror": 548,
     "launch": 2999,

@@ -75,8 +75,9 @@ class Evaluator:
             return
         first, *others = self._evaluations
         step, known = self._known
-        finite = all(isinstance(value, int | float) for value in known.values())  # what is not is None in a record
-        if known and finite and step == self._state.step and not self._state.is_over():
+        usable = all(isinstance(value, int | float) for value in known.values())  # what is not is None in a record
+        usable &= any(name.startswith(f"{first.name}/") for name in known)  # else the run had other sets then
+        if usable and step == self._state.step and not self._state.is_over():
             self._state.record_evaluation(known | {n.removeprefix(f"{first.name}/"): v for n, v in known.items()})
             self.metrics = known
             return
