@@ -21,7 +21,7 @@ from ..data.plan import read_cut
 from ..distributed.world import World
 from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
-from ..training.early_stopping import History
+from ..training.early_stopping import ONLY_LOSS, History
 from ..training.state import State
 from .checkpoint import Checkpoints, Manifest, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
@@ -77,7 +77,7 @@ class Resume:
             self.unevaluated = not manifest.metrics
             before, now = manifest.best_by, self._checkpoints.best_by
             if state.stopping.assumed and before == (in_set(state.stopping.decides, "loss"), "min"):
-                self._checkpoints.best_by, state.stopping.best, now = before, ("loss", "min"), before  # as at its start
+                self._checkpoints.best_by, state.stopping.best, now = before, ONLY_LOSS, before  # as at its start
             if before and now and before != now:
                 state.stopping.history = History()
                 self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"

@@ -10,12 +10,16 @@ import logging
 import sys
 from collections.abc import Mapping
 from math import isnan
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..common.errors import Ended
 from ..common.naming import TEST, in_set
 
 log = logging.getLogger(__name__)
+
+
+ONLY_LOSS: tuple[str, Literal["max", "min"]] = ("loss", "min")
+"""What decides which checkpoint is the best, where the loss is the only metric."""
 
 
 class History(NamedTuple):
@@ -75,7 +79,7 @@ class Stopping:
     def check(self, metrics: Mapping[str, float]) -> None:
         """Warn if an evaluation lacks the metric that counts; end the run if --patience needs it."""
         if self.assumed and [*metrics] == ["loss"]:
-            self.best = ("loss", "min")
+            self.best = ONLY_LOSS
         if not self.best or self.best[0] in metrics:
             return
         text = f"the evaluation has no metric {self.best[0]!r}, only {', '.join(metrics) or 'none at all'}"

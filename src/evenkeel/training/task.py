@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from ..common.errors import Refusal
 from .checks import checked_losses, one_number
+from .early_stopping import ONLY_LOSS
 from .task_data import TaskData
 from .task_training import TaskTraining
-
-ONLY_LOSS: tuple[str, Literal["max", "min"]] = ("loss", "min")
-"""What decides which checkpoint is the best, where a task defines neither metrics nor `best`."""
 
 Losses: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Tensor | float]]
 """The result of a task's loss: the loss, or the loss and its parts by name."""
