@@ -289,8 +289,8 @@ sharded ranks go on at the newest step of any
 
 a start deletes rows that an earlier attempt still writes
     run/sharded_checkpoint.py | tests/run/test_sharded_checkpoint.py
-    - lock(descriptor, until)
-    + pass
+    - folder_locked(folder, until):
+    + folder_locked(folder):
 
 ranks that divide the files of a checkpoint verify the first one twice
     run/checkpoint.py | tests/run/test_sharded_checkpoint.py

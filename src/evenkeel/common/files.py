@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -144,6 +144,17 @@ def lock(file: IO[Any] | int, until: float = 0.0) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def folder_locked(folder: Path, until: float = 0.0) -> Iterator[tuple[int, bool]]:
+    """Lock a folder to the end of the block, as :func:`lock`; yields its descriptor and whether it is locked."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor, lock(descriptor, until)
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a loader process that was forked meanwhile keeps it
+        os.close(descriptor)
 
 
 class HashingWriter:

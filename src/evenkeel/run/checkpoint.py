@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import math
@@ -32,7 +31,7 @@ from typing import Any, Literal, get_args
 from uuid import uuid4
 
 from ..common.deadlines import FOREVER
-from ..common.files import lock, sha256_of, sync_folder, write_json
+from ..common.files import folder_locked, sha256_of, sync_folder, write_json
 from ..common.naming import TEST, full_name, named
 from .state_files import STATE as STATE
 from .state_files import Damaged as Damaged
@@ -165,15 +164,10 @@ class Checkpoints:
         if the folder was replaced during the wait.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            lock(folder, until)
+        with folder_locked(self.folder, until) as (folder, _):
             if not os.path.samestat(os.fstat(folder), self.folder.stat()):  # --fresh has moved it meanwhile
                 raise FileNotFoundError(errno.ENOENT, "another run has started there", self.place)
             yield
-        finally:
-            fcntl.flock(folder, fcntl.LOCK_UN)  # else a loader process that was forked meanwhile keeps it
-            os.close(folder)
 
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
         step = state["step"]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.deadlines import FOREVER
-from ..common.files import lock, read_json, write_json
+from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.memory_checkpoint import step_in
 from ..training import slots
 from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, step_of
@@ -136,13 +136,8 @@ def await_writers(checkpoints: Checkpoints) -> None:
     delete what is left."""
     until = time.monotonic() + LOCK_TIMEOUT
     for folder in sorted(checkpoints.folder.glob(".step-*.tmp")):
-        with contextlib.suppress(OSError):  # it was complete, and has another name now
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                lock(descriptor, until)
-                publish_if_whole(checkpoints, folder, until)
-            finally:
-                os.close(descriptor)
+        with contextlib.suppress(OSError), folder_locked(folder, until):  # OSError: complete, it has another name now
+            publish_if_whole(checkpoints, folder, until)
     clean(checkpoints.folder)
 
 

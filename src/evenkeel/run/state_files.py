@@ -13,7 +13,6 @@ torch is imported where it is used, as in checkpoint.py.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ..common.files import HashingWriter, lock
+from ..common.files import HashingWriter, folder_locked
 
 log = logging.getLogger(__name__)
 
@@ -208,13 +207,10 @@ def clean(folder: Path) -> None:
             old.replace(final)
     if not folder.exists():
         return
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        if lock(opened):  # else a process is writing still, such as one that a keeper has left behind
+    with folder_locked(folder) as (_, locked):
+        if locked:  # else a process is writing still, such as one that a keeper has left behind
             for temporary in folder.glob(".step-*.tmp"):
                 shutil.rmtree(temporary, ignore_errors=True)
-    finally:
-        os.close(opened)
 
 
 def set_aside(path: Path, damage: object) -> None:
