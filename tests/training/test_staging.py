@@ -218,12 +218,12 @@ class Training:
     def __init__(self, folder: Path, world: World, size: int = 10, grace: float = 25) -> None:
         task = Classify()
         config = Config(run_dir=folder, checkpoint_every=1, grace=grace, wandb="disabled").resolved()
-        attempt = Attempt(config, task, Plan.of(config, 1437), world)
+        attempt = Attempt(config, task, Plan.of(config, 1437), world, {}, lambda _recorded: config)
         assert attempt.logs == attempt.path / "logs", "also of a run that does not begin, because it is finished"
         model = nn.Linear(size, size)
         self.state = State(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
         if world.rank == 0:  # on others it waits to hear from rank 0
-            attempt.begin()
+            attempt.begin(lambda: (1, ""))
         self.run = Run(attempt, task, self.state)
         if world.rank == 0:
             self.run._resume()

@@ -1,4 +1,15 @@
-"""The start of an attempt: all ranks agree on data, options and cut, or all refuse."""
+"""The start of an attempt: all ranks agree on data, options and cut, or all refuse before anything is written.
+
+To make an `Attempt` needs no other rank: rank 0 locks the run's folder, and each node checks its own copy of the run.
+`Attempt.begin` needs the process group. It
+
+1. gathers what each node has recorded of the run;
+2. refuses options that differ, then other data; decides the cut; then refuses other bits, with --strict-bits;
+3. records the start in status.json, and returns if the run is finished;
+4. opens each rank's log;
+5. ends a run whose last attempts all died before they had finished a step;
+6. starts the tracker on rank 0, which from then on leads (`Attempt.lead`).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +19,15 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
 
-from ..common import display, keeper_link
+from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
-from ..common.naming import TEST, in_set
+from ..common.naming import in_set
 from ..common.phases import START_UP, activity
 from ..config import Config, differences, saved_options
 from ..config.options import ALIKE
@@ -59,6 +69,13 @@ class Records(NamedTuple):
         return max(self.statuses, key=_attempts)
 
 
+class Lead(NamedTuple):
+    """What only rank 0 has in an attempt that has begun."""
+
+    directory: RunDirectory
+    tracker: tracking.Tracker
+
+
 class Attempt:
     """One start of a run. Every rank makes one; rank 0 claims the run directory.
 
@@ -69,12 +86,11 @@ class Attempt:
         world: who takes part; the process group need not exist yet.
         sets: the training data and those of the evaluation, by name, whose samples are compared among ranks and with
             the run so far. The first of the evaluation decides which checkpoint is the best.
-        cutter: from the recorded options of the run, on any node, to the options with the cut. None: as in `config`.
+        cutter: from the recorded options of the run, on any node, to the options with the cut.
 
     Attributes:
         config, plan: the options and how steps are cut, once :meth:`begin` has decided the cut.
-        directory: the run's folder; None on other ranks than 0.
-        tracker: logs to the console, files and W&B, on rank 0 once the attempt has begun.
+        lead: the run's folder and its tracker, on rank 0 once the attempt has begun; None if the run is finished.
         data: compares the samples among ranks and with earlier attempts.
         checkpoints: the run's on this node.
         compiled: with --compile.
@@ -91,8 +107,8 @@ class Attempt:
         task: Task,
         plan: Plan,
         world: World,
-        sets: Mapping[str, SizedDataset] = MappingProxyType({}),
-        cutter: Cutter | None = None,
+        sets: Mapping[str, SizedDataset],
+        cutter: Cutter,
     ) -> None:
         assert config.run_dir is not None  # resolved
         self.path, self.config, self.plan, self.world, self.sets = config.run_dir, config, plan, world, dict(sets)
@@ -101,7 +117,7 @@ class Attempt:
         self.data = DataCheck(config, self.path, world, plan.samples, self.sets)
         self._own_trackers = own_trackers(config.tracker if world.rank == 0 else ())
         run = Identity(self.options, task.harmless, self.data.samples, task.earlier, self.data.order)
-        self.directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
+        self._directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             prepare_folder(self.path, run, config.fresh)
         facts = fingerprint(task, world.device)
@@ -112,23 +128,33 @@ class Attempt:
         if config.compile:
             facts |= compilation.facts(world.device)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
-        decides = next((name for name in sets if name != TRAINING), "" if sets else TEST)
+        decides = next((name for name in sets if name != TRAINING), "")
         best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
         more = {"keep_best": config.keep_best, "keep_every": config.keep_every}
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, facts, **more)
         self.logs = self.path / "logs"
-        self.tracker: tracking.Tracker | None = None
+        self.lead: Lead | None = None
         self.hosts: list[str] = []
-        self.harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
+        self.harmless, self._cutter = task.harmless, cutter
         self._fresh = config.fresh  # or the run so far has trained nothing
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def close(self) -> None:
         """Unlock the run's folder, for a process that goes on after the run."""
-        if self.directory:
-            self.directory.release()
+        if self._directory:
+            self._directory.release()
 
-    def begin(self, find_micro_batch: Callable[[], tuple[int, str]] | None = None) -> bool:
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """The facts in status.json, on rank 0; empty on others."""
+        return self._directory.status if self._directory else {}
+
+    def say(self, text: str) -> None:
+        """Print a line on stdout, from rank 0."""
+        if self._directory:
+            tracking.say(text)
+
+    def begin(self, find_micro_batch: Callable[[], tuple[int, str]]) -> bool:
         """Record the start of an attempt on every rank; True if the run is finished already.
 
         Args:
@@ -149,7 +175,8 @@ class Attempt:
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
         if self._finished(status):
-            self._print_finished(status)
+            early = " early" if status.get("stopped_early") else ""
+            self.say(f"evenkeel: {self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
             return True
         uneven_warning = self._start_logging(status, compiled_warning)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
@@ -159,8 +186,8 @@ class Attempt:
 
     def record_order(self, epoch: int) -> None:
         """Compare the task's own order of an epoch among ranks, and record it; raises as `DataCheck.compare_order`."""
-        if (digest := self.data.compare_order(epoch)) and self.directory:
-            self.directory.try_update(orders={str(epoch): digest})
+        if (digest := self.data.compare_order(epoch)) and self.lead:
+            self.lead.directory.try_update(orders={str(epoch): digest})
 
     def _gather_records(self) -> Records:
         first_here = self.world.local_rank == 0
@@ -196,7 +223,7 @@ class Attempt:
 
     def _record_start(self, before: Records) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
-        directory = self.directory
+        directory = self._directory
         written = self._try_to_write(lambda: self._write_start(directory, before)) if directory else None
         result: Any = self.world.broadcast(written)
         if isinstance(result, Ended):
@@ -207,7 +234,7 @@ class Attempt:
         """On rank 0: the part of :meth:`_record_start` that writes."""
         if self._fresh and (aside := directory.start_over(before.tokens)):
             moved = f"--fresh: the run that was in {self.path} is now in {aside}"
-            self.print(f"nothing was trained in {aside}; starting again" if aside == self.path else moved)
+            self.say(f"evenkeel: {moved if aside != self.path else f'nothing was trained in {aside}; starting again'}")
         if not directory.attempts and (not self._fresh or has_begun(before.newest, before.tokens)):
             directory.status = before.newest  # rank 0 is new here, but another node may know the run
         status = directory.status
@@ -248,7 +275,7 @@ class Attempt:
         return explain_uneven([device.kind for device, _ in everywhere])
 
     def _write_log(self, status: dict[str, Any]) -> None:
-        copies = self.world.local_rank == 0 and not self.directory
+        copies = self.world.local_rank == 0 and not self._directory
         aside = adopt(self.path, self.options, status, self.config.fresh) if copies else None
         tracking.start_logs(self.logs, self.world)
         if aside:
@@ -266,7 +293,7 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]] | None) -> str:
+    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
         """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
         The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".
@@ -279,7 +306,6 @@ class Attempt:
         if config.micro_batch == "auto":
             found = recorded.get("micro_batch", 0)
             if not found:
-                assert find_micro_batch
                 activity.enter(START_UP, "--micro-batch auto")
                 found, line = find_micro_batch()
             config = replace(config, micro_batch=int(found))
@@ -296,45 +322,36 @@ class Attempt:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
         return status.get("state") == "finished" and bool(over)
 
-    def _print_finished(self, status: dict[str, Any]) -> None:
-        early = " early" if status.get("stopped_early") else ""
-        self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
-
     def _end_crash_loop(self, status: dict[str, Any]) -> None:
         if status["fruitless"] <= MAX_FRUITLESS:
             return
         reason = f"{MAX_FRUITLESS} consecutive attempts died before they finished a step"
-        if self.directory:
-            last = self.directory.status.get("last_failure")
+        if self._directory:
+            last = self._directory.status.get("last_failure")
             unknown = ", without an error: killed from outside, perhaps out of memory"
             reason += f"; the last: {last}" if last else unknown
             with contextlib.suppress(OSError):
-                self.directory.update("failed", reason=reason)
+                self._directory.update("failed", reason=reason)
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
     def _start_tracking(self, uneven_warning: str, cut_line: str) -> None:
         """Start the tracker on rank 0, and log warnings and how the cut was found; both lines may be ""."""
-        if not self.directory:
+        if not (directory := self._directory):
             return
         config, plan, world = self.config, self.plan, self.world
-        self.tracker = tracking.Tracker(config, plan, self.path, self.directory.attempts, world.world_size)
-        self.tracker.start_wandb(self.directory.status.get("wandb_id"), self.options)
+        tracker = tracking.Tracker(config, plan, self.path, directory.attempts, world.world_size)
+        tracker.start_wandb(directory.status.get("wandb_id"), self.options)
         for name, make in self._own_trackers.items():
-            self.tracker.own_trackers[name] = partial(make, self.path.name, self.path, self.options)
-        if damage := self.directory.trouble:
+            tracker.own_trackers[name] = partial(make, self.path.name, self.path, self.options)
+        if damage := directory.trouble:
             log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
         at_start = warnings_at_start(config, plan, world, self.sets)
         for line in filter(None, (uneven_warning, self.data.warning(), *at_start)):
             log.warning("%s", line)
         if cut_line:
-            self.tracker.say(cut_line)
-            self.tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=cut_line)
-
-    def print(self, text: str) -> None:
-        """Print a line on stdout, from rank 0."""
-        if self.directory:
-            with contextlib.suppress(OSError):  # a pipe that is gone
-                display.say(f"evenkeel: {text}")
+            self.say(cut_line)
+            tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=cut_line)
+        self.lead = Lead(directory, tracker)
 
 
 def _attempts(status: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves the state while training goes on: on rank 0, or in a sharded run on all. Others have no tracker."""
+    """Saves the state while training goes on: on rank 0, or in a sharded run on all."""
 
     def __init__(self, attempt: Attempt, state: State) -> None:
         config, plan = attempt.config, attempt.plan
@@ -28,7 +28,7 @@ class Checkpointer:
         self.announce: Callable[[int], None] = lambda _step: None
         """Called with the step of each complete checkpoint, for the other nodes."""
         devices, memory = attempt.world.devices, config.keeper_memory == "on"
-        if config.digest_every and attempt.tracker:
+        if config.digest_every and attempt.lead:
             self._sampler = whole_steps(attempt.sets[TRAINING], config, plan.micro_batch, plan.full_count)
             self._options = options_digest(attempt.options, attempt.harmless)
         make = ShardedSaver if config.shard != "off" else Saver
@@ -43,8 +43,8 @@ class Checkpointer:
         Args:
             metrics: of this step; empty if it was not evaluated.
         """
-        state, saver, tracker = self._state, self.saver, self._attempt.tracker
-        if not (tracker or state.sharding):
+        state, saver, lead = self._state, self.saver, self._attempt.lead
+        if not (lead or state.sharding):
             return
         saver.pin(state)
         self.record_digests()
@@ -53,63 +53,62 @@ class Checkpointer:
         if saver.done or (saver.busy and (due or metrics)):
             with activity.during(CHECKPOINT):
                 self.take_result()
-        if metrics and tracker:
-            tracker.evaluation(state.step, metrics)
+        if metrics and lead:
+            lead.tracker.evaluation(state.step, metrics)
         if due or (metrics and self._improves(metrics)):
             saver.start(state, metrics)
 
     def _improves(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is the best so far; the same on all ranks that save."""
-        here = self._attempt.tracker is not None and self.saver.checkpoints.improves(metrics)
+        here = self._attempt.lead is not None and self.saver.checkpoints.improves(metrics)
         return bool(self._attempt.world.broadcast(here)) if self._state.sharding else here
 
     def take_result(self) -> None:
         """Report the result of the last checkpoint in the background, if there is one; waits for it."""
-        tracker = self._attempt.tracker
         if not self.saver.busy:
             return
-        step = self.saver.step
+        step, lead = self.saver.step, self._attempt.lead
         try:
             seconds = self.saver.result()
-            if tracker:
-                tracker.event("checkpoint", step, seconds=round(seconds, 4))
+            if lead:
+                lead.tracker.event("checkpoint", step, seconds=round(seconds, 4))
                 self.announce(step)
         except OSError as error:
             last = known_step(self.saver.checkpoints)
-            if tracker:
-                tracker.event("checkpoint_failed", step, reason=str(error))
+            if lead:
+                lead.tracker.event("checkpoint_failed", step, reason=str(error))
             log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %s", step, error, last)
 
     def saved_elsewhere(self, step: int) -> None:
         """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts."""
-        if not self._attempt.directory:
+        if not self._attempt.lead:
             self.saver.checkpoints.clear_snapshots(before=step)
             if self._attempt.compiled:
                 self._attempt.compiled.pack()
 
     def pack_compiled(self, asked: bool) -> None:
         """On rank 0: store compiled code with the run, if some is new or `asked`."""
-        tracker, new = self._attempt.tracker, compilation.progress.times != self._compilations
-        if not (tracker and self._attempt.compiled and (new or asked)):
+        lead, new = self._attempt.lead, compilation.progress.times != self._compilations
+        if not (lead and self._attempt.compiled and (new or asked)):
             return
         with activity.during(CHECKPOINT):
             self._attempt.compiled.pack()
         if new:
             self._compilations = compilation.progress.times
-            tracker.event("compile", self._state.step, **compilation.progress.report())
+            lead.tracker.event("compile", self._state.step, **compilation.progress.report())
 
     def record_digests(self) -> None:
         """For --digest-every: the digests of this step, if it is one of these or the last. On all ranks that save."""
-        every, tracker, state = self._attempt.config.digest_every, self._attempt.tracker, self._state
+        every, lead, state = self._attempt.config.digest_every, self._attempt.lead, self._state
         if every and (state.step % every == 0 or state.is_over()):
             with activity.during(CHECKPOINT):
                 found = digests(state.tensors())
-                if tracker:
+                if lead:
                     samples = samples_digest(self._sampler, state.step)
-                    tracker.digest(state.step, options=self._options, samples=samples, digests=found)
+                    lead.tracker.digest(state.step, options=self._options, samples=samples, digests=found)
 
     def _record_saved(self, step: int) -> None:
         """In the saver's thread: record that the run can continue from this step."""
-        assert self._attempt.directory
-        directory = self._attempt.directory
+        assert self._attempt.lead
+        directory = self._attempt.lead.directory
         directory.try_update(step=step, seconds=directory.seconds)  # if that fails, the checkpoint is complete still

@@ -59,21 +59,20 @@ class Ending:
             Ended: they cannot be written.
             NonFinite: the last step was not finite.
         """
-        attempt, state, directory, tracker = self._attempt, self._state, self._attempt.directory, self._attempt.tracker
+        attempt, state, lead = self._attempt, self._state, self._attempt.lead
         state.settle()
         self._step_log.finish()
-        if directory:
-            self._checkpointer.pack_compiled(asked=True)
+        self._checkpointer.pack_compiled(asked=True)
         if attempt.compiled and self._world.local_rank == 0:
             attempt.compiled.clear()
         weights = state.sharding.gathered(state.best_model.state_dict(), attempt.path) if state.sharding else {}
-        if not (tracker or state.sharding):
+        if not (lead or state.sharding):
             return
         self._checkpointer.take_result()
-        if metrics and tracker:
-            tracker.evaluation(state.step, metrics)
+        if metrics and lead:
+            lead.tracker.evaluation(state.step, metrics)
         self._checkpointer.record_digests()
-        if not (directory and tracker):
+        if not lead:
             self._saver.save_last(state, metrics)
             return
         activity.enter(CHECKPOINT)
@@ -81,13 +80,14 @@ class Ending:
         if state.step < attempt.plan.total_steps:
             early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
         try:
-            seconds = self._write_last(directory, metrics, early_reason, weights or cpu_state_dict(state.best_model))
+            weights = weights or cpu_state_dict(state.best_model)
+            seconds = self._write_last(lead.directory, metrics, early_reason, weights)
         except OSError as error:
             raise Ended(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
                 f"{self._saver.checkpoints.newest_step()}; free space and run the same command again"
             ) from error
-        self._report_finished(tracker, metrics, seconds, early_reason)
+        self._report_finished(lead.tracker, metrics, seconds, early_reason)
 
     def _write_last(
         self, directory: RunDirectory, metrics: dict[str, float], early_reason: str, weights: dict[str, Tensor]
@@ -136,7 +136,7 @@ class Ending:
             took += f", and was down for {dead:.0f} s more (no process, or a hang)"
         took += f", {why}" if why else ""
         result = f": {shown(metrics)}" if metrics else ""
-        self._attempt.print(f"finished in {took}{result}  -> {self._attempt.path / 'model.pt'}")
+        self._attempt.say(f"evenkeel: finished in {took}{result}  -> {self._attempt.path / 'model.pt'}")
         tracker.send(self._state.step, self._best(metrics))
         tracker.close()
 
@@ -157,11 +157,11 @@ class Ending:
         self._step_log.await_last_line()
         self._record_end("stopped", reason, STOPPED, **({} if regroups else {"fruitless": 0}))
         if regroups:
-            self._attempt.print(f"another rank died; {saved}; this rank starts again")
+            self._attempt.say(f"evenkeel: another rank died; {saved}; this rank starts again")
             return
         traceback = ends_with_traceback(keeper_link.launcher())
         more = " (torchrun may print a traceback; that is not an error)" if traceback else ""
-        self._attempt.print(f"stopped by {reason}; {saved}; the same command continues there{more}")
+        self._attempt.say(f"evenkeel: stopped by {reason}; {saved}; the same command continues there{more}")
 
     def failed(self, error: BaseException) -> None:
         """Save the last finished step after an error here or on another rank.
@@ -203,36 +203,34 @@ class Ending:
             with contextlib.suppress(OSError):  # the file system may be the cause
                 if (known := read_facts(status)[0]).get("state") == "running":
                     mark_failed(status, explanation, wrong_nodes=_wrong_nodes(known, blamed))
-        known = self._attempt.directory.status if self._attempt.directory else {}
-        self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(known, blamed))
+        self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(self._attempt.status, blamed))
         diagnosis.write_collectives()
         diagnosis.compare_collectives()
 
     @property
     def _step(self) -> int:
         """The step reached; as recorded, if this attempt has not loaded it yet. Right on rank 0 only."""
-        known = self._attempt.directory.status if self._attempt.directory else {}
-        return self._state.step or int(known.get("step", 0))
+        return self._state.step or int(self._attempt.status.get("step", 0))
 
     def _rescue(self, in_place: bool) -> str:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
     def _record_failure(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> str:
         self._record_end("failed", reason_of(error), FAILED, **facts)
-        self._attempt.print(f"{what} at step {self._step}; {saved}")
+        self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(self._attempt.path))}"
-            self._attempt.print(f"to look into that step: {command} --step {self._state.step + 1}")
+            self._attempt.say(f"evenkeel: to look into that step: {command} --step {self._state.step + 1}")
         return saved
 
     def _record_end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
-        directory, tracker = self._attempt.directory, self._attempt.tracker
-        if not (directory and tracker) or directory.status.get("state") == "finished":
+        lead = self._attempt.lead
+        if not lead or lead.directory.status.get("state") == "finished":
             return  # a signal after the end has no effect
         with contextlib.suppress(OSError):  # a disk too full even for this
-            directory.advance(name, self._step, reason=reason, **facts)
-        tracker.event({"stopped": "stop", "failed": "failure"}[name], self._step, reason=reason)
-        tracker.close(exit_code=exit_code)
+            lead.directory.advance(name, self._step, reason=reason, **facts)
+        lead.tracker.event({"stopped": "stop", "failed": "failure"}[name], self._step, reason=reason)
+        lead.tracker.close(exit_code=exit_code)
 
 
 def _wrong_nodes(status: Mapping[str, Any], blamed: Sequence[str]) -> dict[str, int]:

@@ -42,7 +42,7 @@ class Evaluator:
             return
         self._evaluations[0].shows = defines(type(self._task), "show")
         if step := self._state.step:
-            records = list(read_records(attempt.path / "metrics.jsonl", TAIL)) if attempt.directory else []
+            records = list(read_records(attempt.path / "metrics.jsonl", TAIL)) if attempt.lead else []
             self._known = step, attempt.world.broadcast(evaluation_in(records, step))
         else:
             compute = [self._task.predict] if config.save_predictions else []
@@ -88,13 +88,13 @@ class Evaluator:
         if first.name != VALIDATION or self._state.is_over():
             for other in others:
                 self.metrics |= other.named(other())
-        if self._attempt.tracker:
-            media.log(self._attempt.tracker, self._state.step, first.shown)
+        if self._attempt.lead:
+            media.log(self._attempt.lead.tracker, self._state.step, first.shown)
         self._task.after_evaluation(dict(self.metrics), self._state.step)
 
     def save_predictions(self) -> None:
         """For --save-predictions, after the last evaluation. Rank 0 writes."""
         for evaluation in self._evaluations:
             rows = predictions(evaluation)
-            if self._attempt.directory:
+            if self._attempt.lead:
                 save_predictions(self._attempt.path / "predictions", self._state.step, evaluation, rows)

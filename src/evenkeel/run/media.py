@@ -40,7 +40,9 @@ def log(tracker: Tracker, step: int, values: Mapping[str, Any]) -> None:
     """
     numbers, files = check(values)
     if numbers:
-        tracker.log(step, named(TRAIN, numbers))
+        numbers = named(TRAIN, numbers)
+        tracker.event("log", step, **numbers)
+        tracker.send(step, numbers)
     for name, (suffix, content) in files.items():
         path = tracker.path / "media" / name / f"step-{step:08d}{suffix}"
         try:

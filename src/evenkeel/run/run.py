@@ -160,10 +160,10 @@ class Run:
         resumed = Resume(self.config, self.world, self.attempt.checkpoints)
         resumed.load(self.state, self.checkpointer.saver)
         self._unevaluated = resumed.unevaluated
-        if self.attempt.directory and self.attempt.tracker:
+        if self.attempt.lead:
             if self.config.keep_every:
-                self.attempt.tracker.say(f"evenkeel: {disk_needed(self.config, self.plan.total_steps, self.state)}")
-            resumed.report(self.state, self.attempt.directory, self.attempt.tracker)
+                self.attempt.say(f"evenkeel: {disk_needed(self.config, self.plan.total_steps, self.state)}")
+            resumed.report(self.state, *self.attempt.lead)
 
     def _watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
@@ -257,7 +257,7 @@ class Run:
             model: that has taken the step.
             norm: the gradient's; None: as `model.step` had it.
         """
-        state, directory = self.state, self.attempt.directory
+        state, lead = self.state, self.attempt.lead
         if self.verification.again:
             return  # --verify-every found a difference: this step was not committed, and is computed again
         self.checkpointer.saver.store_step(state)
@@ -271,8 +271,8 @@ class Run:
             self.step_log.report_memory()
         if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
             state.task_state.compare()
-        if directory and directory.fruitless:
-            directory.try_update(fruitless=0)  # this attempt has finished a step
+        if lead and lead.directory.fruitless:
+            lead.directory.try_update(fruitless=0)  # this attempt has finished a step
         self.step_log.after_step(model, model.norm if norm is None else norm)
         if state.evaluation_is_due():
             self._evaluate_and_save()
@@ -284,8 +284,8 @@ class Run:
     def log(self, values: Mapping[str, Any]) -> None:
         """Log what the job has to show of the present step, from rank 0; see `media.log`. Not in every step: it reads
         from the device, and writes files."""
-        if self.attempt.tracker:
-            media.log(self.attempt.tracker, self.state.step, values)
+        if self.attempt.lead:
+            media.log(self.attempt.lead.tracker, self.state.step, values)
 
     def _evaluate_and_save(self) -> None:
         with self.state.task_state.unchanged() if self.state.task_state else nullcontext():

@@ -29,10 +29,7 @@ LAST_LINE_SECONDS = 0.5
 
 
 class StepLog:
-    """Reports steps: every rank measures, rank 0 writes. On other ranks the attempt has no tracker.
-
-    The task gives the number of tokens in a batch.
-    """
+    """Reports steps: every rank measures, rank 0 writes. The task gives the number of tokens in a batch."""
 
     def __init__(self, attempt: Attempt, task: Task, state: State) -> None:
         self._attempt, self._task, self._state = attempt, task, state
@@ -43,10 +40,10 @@ class StepLog:
         self.shares = Shares(attempt.config, attempt.plan, attempt.world)
         """How many micro-batches each rank computes."""
         ranks = attempt.path / "ranks.jsonl"
-        self._stragglers = Stragglers(ranks, attempt.hosts, attempt.config.shares) if attempt.tracker else None
+        self._stragglers = Stragglers(ranks, attempt.hosts, attempt.config.shares) if attempt.lead else None
         text = self._shares_text() if attempt.config.shares != "equal" else ""
-        if attempt.directory and attempt.directory.status.get("shares", "") != text:
-            attempt.directory.try_update(shares=text)
+        if attempt.lead and attempt.status.get("shares", "") != text:
+            attempt.lead.directory.try_update(shares=text)
         self._logged, self._skipped_logged, self._overflows_logged = 0, 0, (0, 0)
 
     def after_step(self, model: DistributedLoss, norm: Tensor) -> None:
@@ -60,11 +57,12 @@ class StepLog:
     def _log(self, model: DistributedLoss, norm: Tensor) -> None:
         """Reads from the device, so not every step is logged. The loss is asked for only here: it may cost an
         exchange."""
-        state, tracker = self._state, self._attempt.tracker
+        state = self._state
         self._take_arrivals(self.arrivals.exchange(state.step))
         loss = model.loss
-        if not tracker:
+        if not self._attempt.lead:
             return
+        tracker = self._attempt.lead.tracker
         if state.skipped > self._skipped_logged:
             self._skipped_logged = state.skipped
             log.warning(
@@ -89,8 +87,8 @@ class StepLog:
         attempt, state = self._attempt, self._state
         mine = bytes_of_state(state.names, state.optimizers, bool(state.average))
         everywhere = attempt.world.gather(mine | {PEAK: peak(attempt.world.devices)})
-        if attempt.tracker:
-            attempt.tracker.event("memory", state.step, memory=everywhere)
+        if attempt.lead:
+            attempt.lead.tracker.event("memory", state.step, memory=everywhere)
 
     def finish(self) -> None:
         """Take the arrivals of the last steps."""
@@ -99,7 +97,7 @@ class StepLog:
     def await_last_line(self) -> None:
         """For a stop between the commit of the last step and its line of metrics: wait for the line."""
         step, deadline = self._state.step, time.monotonic() + LAST_LINE_SECONDS
-        due = self._attempt.tracker is not None and step % self._attempt.config.log_every == 0
+        due = self._attempt.lead is not None and step % self._attempt.config.log_every == 0
         while due and self._logged < step and time.monotonic() < deadline:
             time.sleep(0.005)
 
@@ -110,11 +108,11 @@ class StepLog:
 
     def _report_shares(self, step: int) -> None:
         attempt, text = self._attempt, self._shares_text()
-        if attempt.directory and attempt.tracker:
+        if attempt.lead:
             reason = f"the ranks now compute {text} micro-batches of each step"
-            attempt.directory.try_update(shares=text)
-            attempt.tracker.say(f"step {step}: {reason}")
-            attempt.tracker.event("shares", step, shares=list(self.shares.counts), reason=reason)
+            attempt.lead.directory.try_update(shares=text)
+            attempt.say(f"step {step}: {reason}")
+            attempt.lead.tracker.event("shares", step, shares=list(self.shares.counts), reason=reason)
 
     def _shares_text(self) -> str:
         return ":".join(map(str, self.shares.counts))
@@ -122,15 +120,15 @@ class StepLog:
     def _report_hints(self) -> None:
         """Log a hint when it is new in this run, and store the present ones in status.json."""
         attempt = self._attempt
-        if not (attempt.directory and attempt.tracker and self._stragglers):
+        if not (attempt.lead and self._stragglers):
             return
-        known = attempt.directory.status.get("hints", {})
+        known = attempt.status.get("hints", {})
         now = hints(measure(attempt.config, attempt.plan, attempt.world))
         for subject in now.keys() - known.keys():
-            attempt.tracker.say(f"hint: {now[subject]}")
+            attempt.say(f"hint: {now[subject]}")
         now |= {f"rank {rank}": text for rank, text in self._stragglers.named.items()}
         if {subject for subject, text in known.items() if text} != now.keys():
-            attempt.directory.try_update(hints={**dict.fromkeys(known, ""), **now})
+            attempt.lead.directory.try_update(hints={**dict.fromkeys(known, ""), **now})
 
     def _report_overflows(self, step: int, overflows: int) -> None:
         """Some overflows are normal while the scale is found; if all steps overflow, nothing is learned."""

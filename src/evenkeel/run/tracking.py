@@ -47,6 +47,17 @@ def start_logs(folder: Path, world: World) -> None:
         package.addHandler(stderr)
 
 
+def say(text: str) -> None:
+    """Print a line on stdout. The training goes on if that has no reader any more, or its disk is full."""
+    try:
+        display.say(text)
+    except BrokenPipeError:
+        lose_stdout()  # the reader may close (`| head`, a terminal)
+        log.info("the output has no reader any more; metrics.jsonl continues")
+    except OSError as error:
+        log.error("the output: %s", error)
+
+
 class _LogFile(logging.FileHandler):
     """A log file that prints no traceback when the disk is full; stderr has the warnings."""
 
@@ -101,7 +112,7 @@ class Tracker:
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
-        self.say(f"{attempt}{count_ranks(self.world_size)}, step {step}/{self.plan.total_steps} -> {self.path}")
+        say(f"{attempt}{count_ranks(self.world_size)}, step {step}/{self.plan.total_steps} -> {self.path}")
         if self._display:
             self._display.begin(self.plan)
 
@@ -143,7 +154,7 @@ class Tracker:
         elif now - self._last_line >= LINE_SECONDS or step == self.plan.total_steps:
             self._last_line = now
             words = self.plan.epoch_label(step), *self._latest(), *rates(values), eta(left), *shares(values, productive)
-            self.say(progress(step, self.plan.total_steps, *words))
+            say(progress(step, self.plan.total_steps, *words))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation, by full names of metrics."""
@@ -154,12 +165,7 @@ class Tracker:
             self.send(step, metrics)
         if self._display:
             self._display.metrics = self._latest()
-        self.say(progress(step, self.plan.total_steps, shown(metrics)))
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Report numbers that the job has logged itself, by full names."""
-        self.event("log", step, **values)
-        self.send(step, values)
+        say(progress(step, self.plan.total_steps, shown(metrics)))
 
     def digest(self, step: int, **facts: Any) -> None:
         """Append a record to the ledger, chained to the one before it."""
@@ -184,16 +190,6 @@ class Tracker:
             log.error("metrics.jsonl: %s", error)
             return False
         return True
-
-    def say(self, text: str) -> None:
-        """Print a line for the reader."""
-        try:
-            display.say(text)
-        except BrokenPipeError:
-            lose_stdout()  # the reader may close (`| head`, a terminal); the training goes on
-            log.info("the output has no reader any more; metrics.jsonl continues")
-        except OSError as error:  # a file on a full disk
-            log.error("the output: %s", error)
 
     def close(self, exit_code: int = 0) -> None:
         """End the display and the trackers."""

@@ -99,7 +99,7 @@ class Verification:
     def __init__(self, attempt: Attempt, state: State, checkpointer: Checkpointer) -> None:
         self._attempt, self._state, self._checkpointer, self.world = attempt, state, checkpointer, attempt.world
         self._every, self.again = attempt.config.verify_every, False
-        known = attempt.directory.status if attempt.directory else {}
+        known = attempt.status
         self.steps, self.alarms = known.get("verified", 0), list(known.get("alarms", []))
         self.wrong_nodes = Counter[str](known.get("wrong_nodes", {}))
         self._wrong: Counter[int] = Counter()  # alarms of each rank in this attempt
@@ -217,7 +217,7 @@ class Verification:
         held = self.world.broadcast_tensors(self._state.capture() if self.world.rank == source else None, source)
         if self.world.rank in drifted:
             self._state.restore(held)
-        if 0 in drifted and self._attempt.directory:  # what rank 0 has saved and recorded of this step is wrong
+        if 0 in drifted and self._attempt.lead:  # what rank 0 has saved and recorded of this step is wrong
             if self._set_aside():
                 self._checkpointer.saver.start(self._state, {})
             if self._state.step:
@@ -236,7 +236,7 @@ class Verification:
             unfit: ranks whose state is wrong in any case.
         """
         unfit = unfit if self._state.step == self._sure else range(self.world.world_size)
-        if 0 in unfit and self._attempt.directory:
+        if 0 in unfit and self._attempt.lead:
             self._set_aside()
         self.world.gather(None)  # the others save afterwards
         raise (Unfit if self.world.rank in unfit else Ended)(line)
@@ -254,19 +254,18 @@ class Verification:
         line = f"{found}: {'; '.join(who[rank].line for rank in suspects)}"
         self.alarms.append(line)
         self.wrong_nodes.update({who[rank].node for rank in suspects if sure})
-        if self._attempt.tracker:
-            self._attempt.tracker.event("wrong", step, reason=line)
+        if self._attempt.lead:
+            self._attempt.lead.tracker.event("wrong", step, reason=line)
         self.record()
         return line
 
     def _say(self, line: str) -> None:
-        if self._attempt.tracker:
-            self._attempt.tracker.say(f"WRONG: {line}; the step is computed again")
+        self._attempt.say(f"WRONG: {line}; the step is computed again")
 
     def record(self) -> None:
         """Record the counts in status.json."""
-        if (directory := self._attempt.directory) and (self.steps or self.alarms):
-            directory.try_update(verified=self.steps, alarms=self.alarms, wrong_nodes=dict(self.wrong_nodes))
+        if (lead := self._attempt.lead) and (self.steps or self.alarms):
+            lead.directory.try_update(verified=self.steps, alarms=self.alarms, wrong_nodes=dict(self.wrong_nodes))
 
     def _who(self) -> Who:
         line = f"rank {self.world.rank}: {describe(self.world.device).line}{_serial(self.world.device)}"
