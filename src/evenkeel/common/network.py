@@ -11,11 +11,11 @@ import fcntl
 import ipaddress
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .display import say
 from .errors import Refusal
 
 
@@ -77,11 +77,11 @@ class Waiting:
         self._start = time.monotonic()
         self._next = self._start + 3
 
-    def tell(self, what: Callable[[], str]) -> None:
+    def say(self, what: Callable[[], str]) -> None:
         """Print the text if it is time; `what` is called only then."""
         if (now := time.monotonic()) >= self._next:
             self._next = now + 20
-            print(f"evenkeel: {what()}, for {now - self._start:.0f} s now", file=sys.stderr, flush=True)
+            say(f"evenkeel: {what()}, for {now - self._start:.0f} s now", to_stderr=True)
 
 
 def reach(host: str, port: int, patience: float, what: str) -> str:
@@ -98,7 +98,7 @@ def reach(host: str, port: int, patience: float, what: str) -> str:
             reason = error.strerror or str(error)
         if time.monotonic() > deadline:
             return reason
-        waiting.tell(lambda: f"{what} ({reason})")  # noqa: B023
+        waiting.say(lambda: f"{what} ({reason})")  # noqa: B023
         time.sleep(0.25)
 
 

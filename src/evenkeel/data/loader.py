@@ -92,9 +92,8 @@ def loader(
     purpose: str,
     num_workers: int,
     device: torch.device,
-    started: DataLoader[Any] | None = None,
     ahead: bool = True,
-) -> DataLoader[Any]:
+) -> Loader:
     """Return a `DataLoader` of this rank's micro-batches, in order, the same for any number of workers.
 
     Args:
@@ -103,19 +102,14 @@ def loader(
         purpose: "train", or the name of a set of the evaluation; each has its own random numbers.
         num_workers: loader processes, used for all epochs. In training they begin the next epoch ahead of time.
         device: the batches' destination; batches for a GPU are in pinned memory.
-        started: the loader of :func:`start_workers`, whose processes are already running.
         ahead: False: each epoch has loader processes of its own, forked at its beginning.
     """
-    if started is not None:  # it has no sampler yet
-        assert isinstance(started.batch_sampler, _AllEpochs)
-        started.batch_sampler.sampler = sampler
-        return started
     batches = _AllEpochs(sampler) if purpose == "train" and num_workers and ahead else sampler
     return _make_loader(Seeded(dataset, sampler.seed, purpose), batches, num_workers, device, persistent=ahead)
 
 
-def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> DataLoader[Any] | None:
-    """Start the loader processes of the training data, for use by :func:`loader`; None for no processes.
+def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> Loader | None:
+    """Start the loader processes of the training data, which wait for :meth:`Loader.take`; None for no processes.
 
     Call this before the state is loaded: otherwise the first step would copy every page of it that is shared with a
     loader process, and that process would keep the old pages for as long as it lives.
@@ -189,6 +183,12 @@ class Loader(DataLoader[Any]):
         if num_workers and sys.platform == "linux" and chosen in (None, multiprocessing.get_all_start_methods()[0]):
             options["multiprocessing_context"] = "fork"
         super().__init__(dataset, num_workers=num_workers, **options)
+
+    def take(self, sampler: ElasticSampler) -> Loader:
+        """Load this sampler's micro-batches from here on, in the processes that :func:`start_workers` has started."""
+        assert isinstance(self.batch_sampler, _AllEpochs)
+        self.batch_sampler.sampler = sampler
+        return self
 
     def __iter__(self) -> Any:
         if not isinstance(self.batch_sampler, _AllEpochs):

@@ -94,10 +94,10 @@ class ElasticSampler(DistributedSampler[Any]):
         self.assignment: Assignment = "share"
 
     @classmethod
-    def of(cls, plan: Plan, dataset: Sized, seed: int, num_replicas: int = 1, rank: int = 0) -> ElasticSampler:
-        """The sampler of a run's training data, by the run's plan; default: of one rank that computes all."""
-        made = cls(dataset, plan.global_batch, plan.micro_batch, num_replicas=num_replicas, rank=rank, seed=seed)
-        made.plan, made.epochs = plan, -(-plan.total_steps // plan.steps_per_epoch)
+    def of_run(cls, plan: Plan, dataset: Sized, seed: int, ranks: int, rank: int, how: Assignment) -> ElasticSampler:
+        """The sampler of a run's training data, whose steps are those of the run's plan."""
+        made = cls(dataset, plan.global_batch, plan.micro_batch, num_replicas=ranks, rank=rank, seed=seed)
+        made.plan, made.epochs, made.assignment = plan, -(-plan.total_steps // plan.steps_per_epoch), how
         return made
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:

@@ -158,7 +158,7 @@ def _call(namespace: Store, world_size: int, timeout: timedelta) -> str:
     answer_timeout, waiting = ANSWER_TIMEOUT, Waiting()
     nonce, here, called = _new_call(namespace, world_size)
     for _ in _polls(world_size, timeout):
-        waiting.tell(lambda: _describe(namespace, here))  # noqa: B023  (it is called at once)
+        waiting.say(lambda: _describe(namespace, here))  # noqa: B023  (it is called at once)
         if namespace.get("call").decode() != nonce:
             if refused := _refused(namespace):
                 raise Refusal(refused)
@@ -203,7 +203,7 @@ def _answer(namespace: Store, rank: int, world_size: int, timeout: timedelta) ->
     for _ in _polls(world_size, timeout):
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this node wait for the same
             what = f"rank {rank} of {world_size} waits for rank 0{', which waits for others' if nonce else ''}"
-            waiting.tell(lambda: what)  # noqa: B023
+            waiting.say(lambda: what)  # noqa: B023
         # check for a new call first: a go under the old one would be from a dead rank 0
         if namespace.check(["call"]) and (call := namespace.get("call").decode()) != nonce:
             if call.startswith(_REFUSED):

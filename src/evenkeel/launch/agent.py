@@ -131,7 +131,7 @@ def _report_waiting(what: str) -> None:
         while True:
             if children.read_text():
                 waiting = Waiting()
-            waiting.tell(lambda: what)
+            waiting.say(lambda: what)
             time.sleep(0.5)
 
 

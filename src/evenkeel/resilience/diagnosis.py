@@ -9,12 +9,12 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from datetime import timedelta
 
 from ..common import keeper_link
+from ..common.display import say
 from ..common.processes import stat
 from . import flight_recorder
 from .beats import Beat, Outlook, beat_now, blamed, describe
@@ -56,7 +56,7 @@ class Diagnosis:
         self._thread.join(STORE_TIMEOUT + 3 * self._watch.interval)
         text = f"no progress for {self._watch.timeout:g} s: {self.outlook.where}; stacks are in {self._logs}"
         if self._world.rank == self.outlook.lowest:
-            print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+            say(f"evenkeel: {text}", to_stderr=True)
         return text
 
     @property
@@ -96,7 +96,7 @@ class Diagnosis:
             with contextlib.suppress(Exception):
                 for line in flight_recorder.verdicts(self._logs / FLIGHT, self._world.world_size, live):
                     log.info("flight recorder: %s", line)
-                    print(f"evenkeel: flight recorder: {line}", file=sys.stderr, flush=True)
+                    say(f"evenkeel: flight recorder: {line}", to_stderr=True)
 
         comparing = threading.Thread(target=compare, name="compare", daemon=True)
         comparing.start()

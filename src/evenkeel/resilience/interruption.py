@@ -52,7 +52,11 @@ class Interruption:
         self.reason = ""
         """Why this process is ending, if it is: a signal's name, a hang, an error, or REGROUPING."""
         self._rescue: Callable[[str], None] = lambda _signal: None
-        self._deciding, self._parent = threading.Lock(), os.getppid()
+        self._deciding = threading.Lock()
+        self._receive_signals()
+
+    def _receive_signals(self) -> None:
+        self._parent = os.getppid()
         self._pipe, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -130,8 +134,8 @@ class Interruption:
 class Resident(Interruption):
     """Takes no signals and never ends the process, which goes on after the run, such as a notebook."""
 
-    def __init__(self, grace: float) -> None:
-        self.grace, self.reason = grace, ""
+    def _receive_signals(self) -> None:
+        """Leave them to the program."""
 
     def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
         """Warn, and do not end."""

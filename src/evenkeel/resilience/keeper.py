@@ -44,6 +44,7 @@ from typing import NoReturn
 import torch
 
 from ..common import keeper_link
+from ..common.display import say
 from ..common.errors import REFUSED
 from ..common.phases import activity
 from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
@@ -296,7 +297,7 @@ class Keeper:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+            say(f"evenkeel: {text}", to_stderr=True)
 
 
 def _await_signal(numbers: Collection[int], seconds: float) -> int | None:

@@ -19,13 +19,13 @@ import json
 import os
 import signal
 import struct
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..common import keeper_link
+from ..common.display import say
 from ..common.processes import name_process
 
 TRIES = 3
@@ -268,7 +268,7 @@ class KeeperMemory:
                     last = f"the last of them by signal {os.WTERMSIG(status)}"
                     why = f"{TRIES} processes that wrote step {checkpoint.step} were killed, {last}"
                 with contextlib.suppress(OSError):
-                    print(f"evenkeel: NOT SAVED: {why}", file=sys.stderr, flush=True)
+                    say(f"evenkeel: NOT SAVED: {why}", to_stderr=True)
             self._close_unused(checkpoint)
         return sorted({checkpoint.step for checkpoint, _ in self._writers.values()})
 

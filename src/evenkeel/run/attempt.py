@@ -58,10 +58,14 @@ T = TypeVar("T")
 
 
 class Records(NamedTuple):
-    """The launch tokens of all ranks, and the status.json that each node has of the run so far."""
+    """What ranks and nodes know of the run so far."""
 
     tokens: Sequence[str]
+    """The launch token of each rank."""
     statuses: Sequence[dict[str, Any]]
+    """The status.json of each node."""
+    untrained: bool
+    """There is a run, and it has trained nothing on any node."""
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -102,13 +106,7 @@ class Attempt:
     """
 
     def __init__(
-        self,
-        config: Config,
-        task: Task,
-        plan: Plan,
-        world: World,
-        sets: Mapping[str, SizedDataset],
-        cutter: Cutter,
+        self, config: Config, task: Task, plan: Plan, world: World, sets: Mapping[str, SizedDataset], cutter: Cutter
     ) -> None:
         assert config.run_dir is not None  # resolved
         self.path, self.config, self.plan, self.world, self.sets = config.run_dir, config, plan, world, dict(sets)
@@ -120,13 +118,7 @@ class Attempt:
         self._directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             prepare_folder(self.path, run, config.fresh)
-        facts = fingerprint(task, world.device)
-        if (gpus := len(replicas(config.strategy, world.device))) > 1:
-            facts["strategy"] = f"dp on {gpus} GPUs"
-        if config.shard != "off":
-            facts["shard"] = "on"  # the norm and the optimizer's arithmetic are others
-        if config.compile:
-            facts |= compilation.facts(world.device)
+        facts = _fingerprint(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
         decides = next((name for name in sets if name != TRAINING), "")
         best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
@@ -165,8 +157,11 @@ class Attempt:
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         before = self._gather_records()
+        self._fresh |= before.untrained
         anew = self._fresh and not has_begun(before.newest, before.tokens)
-        compiled_warning = self._unpack_compiled(anew)
+        compiled_warning = ""
+        if self.compiled and self.world.local_rank == 0:  # the node's other ranks wait in the next collective
+            compiled_warning = self.compiled.unpack(begins=anew)
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare({} if anew else before.newest)
@@ -194,12 +189,7 @@ class Attempt:
         status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
         everywhere = self.world.gather((launch_token(), status, not is_run(self.path) or is_untrained(self.path)))
         tokens, statuses, untrained = zip(*everywhere, strict=True)
-        self._fresh |= any(statuses) and all(untrained)
-        return Records(tokens, statuses)
-
-    def _unpack_compiled(self, anew: bool) -> str:
-        """Unpack compiled code once on each node; its other ranks wait in the next collective. Returns a warning."""
-        return self.compiled.unpack(begins=anew) if self.compiled and self.world.local_rank == 0 else ""
+        return Records(tokens, statuses, any(statuses) and all(untrained))
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
@@ -294,7 +284,7 @@ class Attempt:
             )
 
     def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
-        """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
+        """Decide how steps are cut: as recorded for this run; for a new one, by options.
 
         The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".
         """
@@ -309,14 +299,18 @@ class Attempt:
                 activity.enter(START_UP, "--micro-batch auto")
                 found, line = find_micro_batch()
             config = replace(config, micro_batch=int(found))
-        if not config.threads and recorded.get("threads"):
-            torch.set_num_threads(recorded["threads"])
+        self._take_cut(config, recorded.get("threads", 0))
+        return line
+
+    def _take_cut(self, config: Config, threads: int) -> None:
+        """Train with the cut in these options, and with this number of threads, unless one is typed or it is 0."""
+        if threads and not config.threads:
+            torch.set_num_threads(threads)
         self.config, self.plan = config, Plan.of(config, self.plan.length, self.plan.batches)
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)
         self.checkpoints.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
-        return line
 
     def _finished(self, status: dict[str, Any]) -> bool:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
@@ -352,6 +346,16 @@ class Attempt:
             self.say(cut_line)
             tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=cut_line)
         self.lead = Lead(directory, tracker)
+
+
+def _fingerprint(config: Config, task: Task, world: World) -> dict[str, str]:
+    """What this run's bits depend on here; the cut is added when it is decided."""
+    facts = fingerprint(task, world.device)
+    if (gpus := len(replicas(config.strategy, world.device))) > 1:
+        facts["strategy"] = f"dp on {gpus} GPUs"
+    if config.shard != "off":
+        facts["shard"] = "on"  # the norm and the optimizer's arithmetic are others
+    return facts | (compilation.facts(world.device) if config.compile else {})
 
 
 def _attempts(status: dict[str, Any]) -> int:

@@ -140,11 +140,11 @@ def build_model_of_rank(config: Config, task: Task, world: World) -> tuple[nn.Mo
     if config.shard == "off" or world.rank == 0:
         return build_model(config, task), ""
     seed_task(config.seed, "weights")
-    model, no_meta = built_on_meta(
+    model, why_not_meta = built_on_meta(
         task, lambda model: task.optimizers(model, config), lambda: build_model(config, task)
     )
-    if no_meta:
-        return model, no_meta
+    if why_not_meta:
+        return model, why_not_meta
     check_model(model, on_meta=True)
     return in_place(model), ""
 
@@ -188,10 +188,10 @@ def build_state(
     made = checked_schedulers(own, optimizers, config, plan.total_steps, best, type(task).rates is not Task.rates)
     schedulers = Schedulers(made, best, plan.total_steps, every) if made else None
     skip = config.on_nonfinite == "skip"
-    memory = TaskState.of(task, config.seed, world)
+    task_state = TaskState.of(task, config.seed, world)
     refresh = Refresh.of(task, model, config, world)
     return State(
-        model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, memory, refresh,
+        model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, task_state, refresh,
         world.devices, config.shard != "off",
     )  # fmt: skip
 
@@ -208,9 +208,9 @@ def shard(state: State, task: Task, world: World, config: Config) -> None:
     state.divide(Sharding(state.model, average, state.optimizers, task, world, config.precision, ranks))
 
 
-def warn_of_values(state: State, world: World, no_meta: str) -> None:
+def warn_of_full_weights(state: State, world: World, why_not_meta: str) -> None:
     """Log on rank 0 what :func:`build_model_of_rank` says of memory on any rank. All must call it."""
-    everywhere = world.gather(no_meta) if state.sharding else []
+    everywhere = world.gather(why_not_meta) if state.sharding else []
     reasons = [f"{why} (rank {rank})" for rank, why in enumerate(everywhere) if why]
     if reasons and world.rank == 0:
         size = sum(parameter.nbytes for parameter in state.parameters) / 1e6

@@ -69,7 +69,7 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
         raise nothing  # before a process group exists
     activity.enter(START_UP, "model")
     model = build_model(config, task)  # random where --init-partial leaves it so
-    own = TaskState.of(task, config.seed, world)
+    task_state = TaskState.of(task, config.seed, world)
     with world.connected(), operations_named():
         # one rank reads: the run may be on one node only, and if it is active, two ranks might find different steps
         known = world.gather((checkpoints.newest_named_step() if world.local_rank == 0 else 0, _began_from(run_dir)))
@@ -82,12 +82,12 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
 
         def read() -> tuple[str, str]:
             if path:
-                return read_weights(model, path, config.init_partial, own)
+                return read_weights(model, path, config.init_partial, task_state)
             if config.checkpoint != "last":
-                return read_chosen(model, run_dir, config.checkpoint, own)
-            return _read_newest(model, checkpoints, own)
+                return read_chosen(model, run_dir, config.checkpoint, task_state)
+            return _read_newest(model, checkpoints, task_state)
 
-        loaded = read_for_all(model, world, read, holder, own)
+        loaded = read_for_all(model, world, read, holder, task_state)
         placed = place(model, config, world.devices)
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
@@ -113,7 +113,7 @@ def cut_as_recorded(config: Config) -> Config:
 
 
 def read_for_all(
-    model: nn.Module, world: World, read: Callable[[], T], holder: int = 0, own: TaskState | None = None
+    model: nn.Module, world: World, read: Callable[[], T], holder: int = 0, task_state: TaskState | None = None
 ) -> T:
     """Let one rank load the model and what the task remembers, and send these and the result of `read`, or its refusal,
     to all."""
@@ -127,8 +127,8 @@ def read_for_all(
     if isinstance(result, Refusal):
         raise result
     model.load_state_dict(world.broadcast_tensors(model.state_dict(), holder))
-    if own and own.now is not None:
-        own.load(world.broadcast_tensors(own.now, holder))
+    if task_state and task_state.now is not None:
+        task_state.load(world.broadcast_tensors(task_state.now, holder))
     return result  # type: ignore[no-any-return]
 
 
@@ -137,11 +137,11 @@ def _began_from(run_dir: Path) -> str:
     return str(read_config(saved).get("init_from", "")) if saved.exists() else ""
 
 
-def _read_newest(model: nn.Module, checkpoints: Checkpoints, own: TaskState | None) -> tuple[str, str]:
+def _read_newest(model: nn.Module, checkpoints: Checkpoints, task_state: TaskState | None) -> tuple[str, str]:
     while True:
         newest = checkpoints.newest_named_step()
         try:
-            return read_weights(model, checkpoints.folder.parent, memory=own)
+            return read_weights(model, checkpoints.folder.parent, task_state=task_state)
         except Refusal as refusal:
             if checkpoints.newest_named_step() == newest:
                 raise Refusal(str(refusal).replace("--init-from", "--run-dir", 1)) from None

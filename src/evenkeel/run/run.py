@@ -1,7 +1,13 @@
 """One run across all restarts; rank 0 owns its files.
 
 Every rank has a `Run` and calls the same methods, so `train.py` need not check its rank: on ranks other than 0 they
-only take part in the collectives.
+only take part in the collectives. A `Run` connects its parts, and computes nothing itself:
+
+    open         `build` (devices, data, model, state), `Attempt.begin` (all ranks agree), `Resume` (the newest state);
+                 around the block `Ending` (the last finished step is saved) and `Watch` (hangs)
+    distribute   `DistributedLoss`, the model and its loss on all ranks
+    steps        sampler and loader, from the committed step on
+    after_step   `StepLog`, `Evaluator`, `Checkpointer`, `Verification`
 """
 
 from __future__ import annotations
@@ -22,9 +28,9 @@ from ..common.phases import COMPILE_TIMEOUT, START_UP, activity
 from ..config import Config, profile_window
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
-from ..data.loader import loader, start_workers
+from ..data.loader import Loader, loader, start_workers
 from ..data.order import positions_in, token_batches
-from ..data.plan import Plan
+from ..data.plan import Assignment, Plan
 from ..data.sampler import ElasticSampler, Step, by_step
 from ..resilience.hang import Watch
 from ..resilience.interruption import Interruption
@@ -38,7 +44,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, warn_of_values
+from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, warn_of_full_weights
 from .checkpointer import Checkpointer
 from .disk_needed import disk_needed
 from .ending import Ending
@@ -79,7 +85,7 @@ class Run:
         finished: whether the run has no more steps.
     """
 
-    def __init__(self, attempt: Attempt, task: Task, state: State, started: DataLoader[Any] | None = None) -> None:
+    def __init__(self, attempt: Attempt, task: Task, state: State, started: Loader | None = None) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
         self.finished = False
@@ -113,7 +119,7 @@ class Run:
             recorded = {} if config.fresh else recorded_options(config.run_dir)
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
-            model, no_meta = build_model_of_rank(config, task, world)
+            model, why_not_meta = build_model_of_rank(config, task, world)
             # options and what is recorded -> options with the cut decided (training/cut.py)
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
             cut_config = cutter(recorded)
@@ -130,7 +136,8 @@ class Run:
                 if finished:
                     yield run
                     return
-                warn_of_values(state, world, no_meta)  # with --micro-batch auto it is divided before the logs are open
+                # only now, because with --micro-batch auto the state is divided before the logs are open
+                warn_of_full_weights(state, world, why_not_meta)
                 interruption.rescue_with(run.ending.stopped)
                 # the watch outlives the rescue, because `_ended` leaves first
                 with ExitStack() as stack, run._ended(interruption):
@@ -184,15 +191,13 @@ class Run:
         Raises:
             Refusal: the cut leaves single samples, and this loss fails on them (the task's own was tried at the start).
         """
-        config, custom = self.config, loss not in (None, self.task.loss)
-        self.step_log.losses += 2 if custom else 1  # FLOPs are logged only while it is 1: for the task's loss
-        if loss and custom:
+        config, loss = self.config, loss or self.task.loss
+        self.step_log.losses.append(loss)
+        if loss != self.task.loss:
             train_set = self.attempt.sets[TRAINING]
             refuse_single_samples(config, loss, self.state.model, self.plan, self.world, train_set)
-        if not custom:
-            whole = of_whole_batches(self.task)
-            loss = WholeBatch(self.task.embed, self.task.batch_loss) if whole else self.task.loss
-        assert loss
+        elif of_whole_batches(self.task):
+            loss = WholeBatch(self.task.embed, self.task.batch_loss)
         made = (VerifiedLoss if self.verification.needed else DistributedLoss)(
             loss, self.state, self.world, self.plan, config, network=network,
             unused=self.task.unused_parameters, collectives=self.task.collectives,
@@ -211,9 +216,12 @@ class Run:
             return iter(())
         config, state, plan, world = self.config, self.state, self.plan, self.world
         train_set = self.attempt.sets[TRAINING]
-        sampler = ElasticSampler.of(plan, train_set, config.seed, world.world_size, world.rank)
-        sampler.assignment = "dealt" if state.sharding else "share"
-        batches = loader(train_set, sampler, "train", config.num_workers, world.device, self._started_loader)
+        how: Assignment = "dealt" if state.sharding else "share"
+        sampler = ElasticSampler.of_run(plan, train_set, config.seed, world.world_size, world.rank, how)
+        if self._started_loader:
+            batches = self._started_loader.take(sampler)
+        else:
+            batches = loader(train_set, sampler, "train", config.num_workers, world.device)
         self.evaluator.begin()
         if self.evaluator.owed or (self._unevaluated and state.evaluation_is_due()):
             self._evaluate_and_save()
@@ -288,6 +296,7 @@ class Run:
             media.log(self.attempt.lead.tracker, self.state.step, values)
 
     def _evaluate_and_save(self) -> None:
+        self.state.settle()  # raises if the step was not finite; the evaluation waits for the device in any case
         with self.state.task_state.unchanged() if self.state.task_state else nullcontext():
             self.evaluator.evaluate()
         if not self.state.is_over():

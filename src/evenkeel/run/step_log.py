@@ -11,6 +11,7 @@ from ..common.naming import TRAIN, in_set
 from ..training.arrivals import Arrivals
 from ..training.distributed_loss import DistributedLoss
 from ..training.flops import per_sample
+from ..training.loss import LossFunction
 from ..training.memory_parts import PEAK, bytes_of_state, peak
 from ..training.shares import Shares
 from ..training.state import State
@@ -35,8 +36,8 @@ class StepLog:
         self._attempt, self._task, self._state = attempt, task, state
         self.arrivals = Arrivals(attempt.world)
         """When this rank is ready for the reductions; the steps mark it."""
-        self.losses = 0
-        """Number of losses of the job; one that is not the task's counts as two."""
+        self.losses: list[LossFunction] = []
+        """Those of the job, which is not always the task's alone."""
         self.shares = Shares(attempt.config, attempt.plan, attempt.world)
         """How many micro-batches each rank computes."""
         ranks = attempt.path / "ranks.jsonl"
@@ -74,9 +75,9 @@ class StepLog:
             more |= {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
             self._report_overflows(state.step, int(more["overflows"]))
         if tracker.per_sample is None:
-            # with another loss, or networks that take turns, the factors differ
             config, world, last = self._attempt.config, self._attempt.world, model.last_micro_batch
-            tracker.per_sample = per_sample(self._task, state.model, *last, config, world) if self.losses == 1 else {}
+            usual = self.losses == [self._task.loss]  # with others, or networks that take turns, the factors differ
+            tracker.per_sample = per_sample(self._task, state.model, *last, config, world) if usual else {}
         parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
         tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
         self._logged = state.step

@@ -55,16 +55,16 @@ CONVERT = (
 CONVERT_SCRIPT = "import sys, torch; torch.save(torch.jit.load(sys.argv[1], 'cpu').state_dict(), sys.argv[2])"
 
 
-def read_chosen(model: nn.Module, run: Path, checkpoint: str, memory: TaskState | None = None) -> tuple[str, str]:
+def read_chosen(model: nn.Module, run: Path, checkpoint: str, task_state: TaskState | None = None) -> tuple[str, str]:
     """As :func:`read_weights`, for the checkpoint that --checkpoint names (`records.chosen`)."""
     try:
-        return read_weights(model, chosen(run, checkpoint), memory=memory)
+        return read_weights(model, chosen(run, checkpoint), task_state=task_state)
     except Refusal as refusal:
         raise Refusal(str(refusal).replace("--init-from", f"--checkpoint {checkpoint}:", 1)) from None
 
 
 def read_weights(
-    model: nn.Module, path: Path, partial: bool = False, memory: TaskState | None = None
+    model: nn.Module, path: Path, partial: bool = False, task_state: TaskState | None = None
 ) -> tuple[str, str]:
     """Load a file of torch.save or safetensors, or a checkpoint of ours; return where it is from, and how it fits.
 
@@ -72,7 +72,7 @@ def read_weights(
         model: on the CPU.
         path: a file, a run directory (its newest whole checkpoint), or one step-* folder.
         partial: load what fits, if anything does, instead of refusing a file that does not fit completely.
-        memory: what the task remembers, which is loaded from a checkpoint that has it.
+        task_state: what the task remembers, which is loaded from a checkpoint that has it.
 
     Raises:
         Refusal: the file has no weights that can be read without running code, or they do not fit. Some may already be
@@ -80,8 +80,8 @@ def read_weights(
     """
     tree, read, remembered = _read(path)
     where, weights, pairs = _find(tree, read, model.state_dict())
-    if memory and memory.now is not None and remembered is not None:
-        memory.load(remembered)
+    if task_state and task_state.now is not None and remembered is not None:
+        task_state.load(remembered)
     own = list(model.state_dict())
     loaded, misfits, unused = _load(model, where, weights, pairs)
     missing = [name for name in own if name not in loaded and name not in misfits]

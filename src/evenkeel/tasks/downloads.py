@@ -6,13 +6,13 @@ import fcntl
 import re
 import shutil
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..common.display import say
 from ..common.errors import Refusal
 
 
@@ -34,7 +34,7 @@ def fetch(lock: Path, whole: Callable[[], bool], download: Callable[[], object],
             try:
                 fcntl.lockf(failure, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"evenkeel: {what}: waiting for another process to download it", file=sys.stderr, flush=True)
+                say(f"evenkeel: {what}: waiting for another process to download it", to_stderr=True)
                 fcntl.lockf(failure, fcntl.LOCK_EX)
                 failure.seek(0)
                 if reason := failure.read():
@@ -42,7 +42,7 @@ def fetch(lock: Path, whole: Callable[[], bool], download: Callable[[], object],
             if whole():
                 return
             failure.truncate(0)
-            print(f"evenkeel: {what}: downloading to {lock.parent}", file=sys.stderr, flush=True)
+            say(f"evenkeel: {what}: downloading to {lock.parent}", to_stderr=True)
             socket.setdefaulttimeout(60)  # seconds without a byte
             try:
                 download()

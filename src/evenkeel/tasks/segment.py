@@ -126,10 +126,7 @@ class Segment(Task):
         """A summary of each image: the share of correct pixels, and how many pixels each class is given."""
         images, masks = batch
         found = model["segmenter"](images.expand(-1, 3, -1, -1))["out"].argmax(1)
-        return {
-            "pixel_accuracy": (found == masks).double().mean((1, 2)),
-            "pixels": one_hot(found).sum((2, 3)).long(),
-        }
+        return {"pixel_accuracy": (found == masks).double().mean((1, 2)), "pixels": one_hot(found).sum((2, 3)).long()}
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Mean IoU over the classes that occur, share of correct pixels, and the losses."""

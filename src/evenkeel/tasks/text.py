@@ -11,7 +11,6 @@ import importlib
 import mmap
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..common.display import say
 from ..common.errors import EndedByData, Refusal
 from ..common.files import lock, write_atomically
 
@@ -159,7 +159,7 @@ def _tokenized(files: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> Pat
         with (folder / ".tokens.lock").open("a") as turn:
             lock(turn, inf)
             if not path.is_file():
-                print(f"evenkeel: --text: tokenizing {len(files)} files to {path}", file=sys.stderr, flush=True)
+                say(f"evenkeel: --text: tokenizing {len(files)} files to {path}", to_stderr=True)
                 write_atomically(path, write)
     except OSError as error:
         raise Refusal(f"--data-dir {folder}: cannot write the tokens there: {error.strerror or error}") from None

@@ -98,7 +98,7 @@ class DistributedLoss:
         if network and (self._synced or dp or state.sharding):
             raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
         self.state, self.world, self.plan, self.seed = state, world, plan, config.seed
-        self._proportions, self._unused = shares, unused
+        self._shares, self._unused = shares, unused
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
@@ -142,7 +142,7 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._loss.step = step.number
         self._collected, self._await_total, self._total = Fold(Tensor.add_), None, None
-        counts = self._proportions.counts if self._proportions else ()
+        counts = self._shares.counts if self._shares else ()
         shares = self.plan.shares(step.number, self.world.world_size, counts)
         self._arrivals.begin(step.micro_batches)
         try:

@@ -177,11 +177,8 @@ class State:
         return self.stopping.over(self.step)
 
     def evaluation_is_due(self) -> bool:
-        """Whether the step just taken is one to evaluate after; raises what :meth:`settle` does."""
-        due = self.stopping.due(self.step)
-        if due:
-            self.settle()  # the evaluation waits for the device in any case
-        return due
+        """Whether the step just taken is one to evaluate after."""
+        return self.stopping.due(self.step)
 
     def record_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
         """Record an evaluation of the current state; returns its metrics."""

@@ -123,7 +123,7 @@ def wait_for_name(host: str, seconds: float) -> None:
     while not resolves(host):
         if time.monotonic() > deadline:
             raise Unanswered(f"--master {host}: has no address after {seconds:.0f} s; is node 0 started?")
-        waiting.tell(lambda: f"waiting for the address of node 0, {host}")
+        waiting.say(lambda: f"waiting for the address of node 0, {host}")
         time.sleep(0.25)
 
 
