@@ -409,7 +409,8 @@ def test_a_data_set_is_told_the_epoch_in_the_process_that_reads(workers: int) ->
     """Loader processes read the next epoch ahead of time, and subsets are seen through."""
     whole = Told()
     dataset = limited(Subset(Subset(whole, range(11)), range(10)), 9)
-    sampler = ElasticSampler(dataset, 4, 2, num_replicas=1, rank=0, epochs=3)
+    sampler = ElasticSampler(dataset, 4, 2, num_replicas=1, rank=0)
+    sampler.epochs = 3
     batches = loader(dataset, sampler, "train", workers, CPU)
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -444,7 +445,8 @@ def test_loader_processes_do_not_ask_for_an_epoch_after_the_last() -> None:
         return [[0, 1, 2, 3], [3, 2, 1, 0]][epoch]
 
     dataset = with_order(4, order)
-    sampler = ElasticSampler(dataset, 2, 1, num_replicas=1, rank=0, epochs=2)
+    sampler = ElasticSampler(dataset, 2, 1, num_replicas=1, rank=0)
+    sampler.epochs = 2
     batches = loader(ordered(TensorDataset(torch.arange(4)), 4, None, none, order, 0), sampler, "train", 1, CPU)
     found = []
     for epoch in range(2):

@@ -200,7 +200,8 @@ def test_loader_processes_of_each_epoch_see_its_data(tmp_path: Path) -> None:
             (tmp_path / f"{os.getpid()}").touch()
             return super().__getitem__(index)
 
-    sampler = ElasticSampler(range(8), 4, 2, num_replicas=1, rank=0, epochs=2)
+    sampler = ElasticSampler(range(8), 4, 2, num_replicas=1, rank=0)
+    sampler.epochs = 2
     found = []
     for epoch in range(2):
         sampler.set_epoch(epoch)

@@ -10,6 +10,7 @@ where there is a terminal, because that takes as long as all of our modules.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import re
@@ -67,8 +68,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def say(text: str, to_stderr: bool = False) -> None:
-    """Print a text; control characters in it are escaped."""
-    print(plain(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+    """Print a text; control characters in it are escaped. Raises OSError if stdout is gone, not if stderr is."""
+    with contextlib.suppress(OSError) if to_stderr else contextlib.nullcontext():
+        print(plain(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def styled(text: str, style: str = "") -> Text:

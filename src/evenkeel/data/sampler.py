@@ -54,7 +54,6 @@ class ElasticSampler(DistributedSampler[Any]):
         shuffle: a new order every epoch, or 0 .. N-1 every time.
         seed: the same on all ranks.
         drop_last: leave out the end of an epoch that does not fill a global batch.
-        epochs: their number; loader processes that read ahead stop there; 0: no limit.
 
     Warning:
         Call :meth:`set_epoch` before every epoch, or all epochs have the same order.
@@ -80,7 +79,6 @@ class ElasticSampler(DistributedSampler[Any]):
         seed: int = 0,
         micro_batches: int = 0,
         drop_last: bool = False,
-        epochs: int = 0,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed)  # type: ignore[arg-type]
         self.order = order_of(dataset) if shuffle else None
@@ -88,7 +86,9 @@ class ElasticSampler(DistributedSampler[Any]):
         length -= length % global_batch if drop_last else 0
         batches = self.order if isinstance(self.order, TokenBatches) else None
         self.plan = Plan(length, global_batch, micro_batch, epochs=1, full_count=micro_batches, batches=batches)
-        self.samples, self.epochs, self.first_step = len(dataset), epochs, 0
+        self.samples, self.first_step = len(dataset), 0
+        self.epochs = 0
+        """Their number, where loader processes that read ahead stop; 0: no limit."""
         self.counts: tuple[int, ...] = ()
         """The number of micro-batches of a full step that each rank computes; empty: equally many."""
         self.assignment: Assignment = "share"

@@ -24,16 +24,9 @@ LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
 """Patterns in these errors: gloo's have no type of their own but RuntimeError."""
 
 MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    ModuleNotFoundError,
-    NameError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+    ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
 """Errors of code, unless one of another type led to them, or they are torch's own types."""
 
 OF_MACHINES = (
@@ -67,7 +60,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
         if speaks:
-            _tell(line + AGAIN * again)
+            say(f"evenkeel: {line}{AGAIN * again}", to_stderr=True)
         _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return _failed(again)
     except Refusal as refusal:
@@ -87,7 +80,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
             if speaks and not _failed_before(line):
                 _print_traceback(error)
             if speaks:
-                _tell(f"rank {os.environ.get('RANK', '0')} failed: {line}{AGAIN * again}")
+                rank = os.environ.get("RANK", "0")
+                say(f"evenkeel: rank {rank} failed: {line}{AGAIN * again}", to_stderr=True)
         _shorten_report(line, with_traceback=True)
         return _failed(again)
 
@@ -232,18 +226,13 @@ def _shorten_report(line: str, with_traceback: bool = False) -> None:
         path.write_text(json.dumps(report))
 
 
-def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be gone; the exit code is still right
-        say(f"evenkeel: {line}", to_stderr=True)
-
-
 def refuse(line: str) -> None:
     """Print the line, if local rank 0 of this node does not, and end torchrun."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
     if others_speak and orphaned_within(OTHERS_SPEAK + REFUSAL_TIMEOUT * (nodes > 1), os.getppid()):
         return
-    _tell(line)
+    say(f"evenkeel: {line}", to_stderr=True)
     if agent := torchrun_agent():
         if nodes > 1 and not can_lose_a_node(agent):
             from .rendezvous import refuse_together  # imports torch, which takes two seconds

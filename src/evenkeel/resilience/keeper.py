@@ -227,14 +227,14 @@ class Keeper:
             until = (self._stop_time or begun) + self._grace
             if self._exit_at_once:
                 self._memory.kill_writers()
-                self._say(f"second Ctrl-C: exiting, {what} is NOT SAVED")
+                _say(f"second Ctrl-C: exiting, {what} is NOT SAVED")
                 return False
             if now > until:
-                self._say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
+                _say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
                 break
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
                 announced, press = True, "press Ctrl-C again" if self._stop_signal == signal.SIGINT else "press Ctrl-C"
-                self._say(
+                _say(
                     f"{_signal_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the "
                     f"disk; {press} to exit without it"
                 )
@@ -255,13 +255,13 @@ class Keeper:
         elif not self._regroup_time and not ("lost" in self._messages and self._is_confirmed()):
             return False
         if self._fruitless >= self._limit:
-            self._say(f"rank {self._rank} {why or 'lost another rank'} again, without progress; torchrun decides")
+            _say(f"rank {self._rank} {why or 'lost another rank'} again, without progress; torchrun decides")
             return False
         if why and not self._peers.report_death():
             return False  # the others do not know of the death, and would wait
         self._fruitless += 1
         if why:
-            self._say(f"rank {self._rank} {why}; all ranks restart in place, without torchrun")
+            _say(f"rank {self._rank} {why}; all ranks restart in place, without torchrun")
         return True
 
     def _is_confirmed(self) -> bool:
@@ -295,9 +295,9 @@ class Keeper:
         leave_nothing()
         os._exit(code if code >= 0 else 128 - code)
 
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            say(f"evenkeel: {text}", to_stderr=True)
+
+def _say(text: str) -> None:
+    say(f"evenkeel: {text}", to_stderr=True)
 
 
 def _await_signal(numbers: Collection[int], seconds: float) -> int | None:

@@ -267,8 +267,7 @@ class KeeperMemory:
                 if os.WIFSIGNALED(status):
                     last = f"the last of them by signal {os.WTERMSIG(status)}"
                     why = f"{TRIES} processes that wrote step {checkpoint.step} were killed, {last}"
-                with contextlib.suppress(OSError):
-                    say(f"evenkeel: NOT SAVED: {why}", to_stderr=True)
+                say(f"evenkeel: NOT SAVED: {why}", to_stderr=True)
             self._close_unused(checkpoint)
         return sorted({checkpoint.step for checkpoint, _ in self._writers.values()})
 

@@ -24,8 +24,8 @@ class Evaluator:
     def __init__(self, attempt: Attempt, task: Task, state: State) -> None:
         self._attempt, self._task, self._state = attempt, task, state
         self._evaluations: list[Evaluation] = []
-        self._known: tuple[int, dict[str, float]] = 0, {}
-        self._checked = True
+        self._recorded: tuple[int, dict[str, float]] = 0, {}  # by an earlier attempt: the step, and its metrics
+        self._checked = True  # whether the metrics have the one that decides; False: not known before the first
         self.metrics: dict[str, float] = {}
         """Of the present step, by full names; empty if it was not evaluated."""
 
@@ -43,7 +43,7 @@ class Evaluator:
         self._evaluations[0].shows = defines(type(self._task), "show")
         if step := self._state.step:
             records = list(read_records(attempt.path / "metrics.jsonl", TAIL)) if attempt.lead else []
-            self._known = step, attempt.world.broadcast(evaluation_in(records, step))
+            self._recorded = step, attempt.world.broadcast(evaluation_in(records, step))
         else:
             compute = [self._task.predict] if config.save_predictions else []
             rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
@@ -74,7 +74,7 @@ class Evaluator:
             self.metrics = self._state.record_evaluation({})
             return
         first, *others = self._evaluations
-        step, known = self._known
+        step, known = self._recorded
         usable = all(isinstance(value, int | float) for value in known.values())  # what is not is None in a record
         usable &= any(name.startswith(f"{first.name}/") for name in known)  # else the run had other sets then
         if usable and step == self._state.step and not self._state.is_over():

@@ -79,7 +79,7 @@ def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
 class OwnTracker:
     """Makes and calls a user's tracker in one thread, because some trackers know their run by the thread.
 
-    After an error it raises that, from the next call on; `Tracker.show` then turns it off.
+    After an error it raises that, from the next call on; `Tracker.send` then turns it off.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ import netrc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
@@ -223,17 +224,14 @@ def _read_table(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-def in_the_folder(config: Config, path: Path, step: int) -> Iterator[tuple[str, MetricsTracker]]:
-    """Those that write into the run's folder, by name, for an attempt that begins at a step."""
-    for name, wanted, make in (
-        ("TensorBoard", config.tensorboard, lambda: TensorBoard(path / "tensorboard", step)),
-        ("metrics.csv", config.csv, lambda: CsvFile(path / "metrics.csv", step)),
-    ):
-        try:
-            if wanted:
-                yield name, make()
-        except Exception as error:
-            log.warning("%s is off: %s: %s", name, type(error).__name__, error)
+def in_the_folder(config: Config, path: Path) -> dict[str, Callable[[int], MetricsTracker]]:
+    """What makes those that write into the run's folder, by name, from the step at which an attempt begins."""
+    found: dict[str, Callable[[int], MetricsTracker]] = {}
+    if config.tensorboard:
+        found["TensorBoard"] = partial(TensorBoard, path / "tensorboard")
+    if config.csv:
+        found["metrics.csv"] = partial(CsvFile, path / "metrics.csv")
+    return found
 
 
 def wandb_mode(asked: str) -> tuple[Any, str]:

@@ -101,8 +101,7 @@ class Tracker:
     def start(self, step: int, evaluated: Mapping[str, float] = MappingProxyType({})) -> None:
         """Start at a step; `evaluated`: what an earlier attempt has recorded of its evaluation."""
         self._evaluated = step if evaluated else -1, evaluated
-        self._trackers |= in_the_folder(self.config, self.path, step)
-        for name, make in self.own_trackers.items():
+        for name, make in (in_the_folder(self.config, self.path) | self.own_trackers).items():
             activity.enter(START_UP, name)
             try:
                 self._trackers[name] = make(step)

@@ -65,14 +65,9 @@ class Evaluation:
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
         # the whole test set is one step of one epoch, in its own order
         self.sampler = ElasticSampler(
-            test_set,
-            self.samples,
-            micro_batch,
-            num_replicas=world.world_size,
-            rank=world.rank,
-            shuffle=False,
-            seed=config.seed,
-        )
+            test_set, self.samples, micro_batch, num_replicas=world.world_size, rank=world.rank,
+            shuffle=False, seed=config.seed,
+        )  # fmt: skip
         self.divided = are_divided(model.parameters())  # then a forward pass is a collective
         self.sampler.assignment = "even" if self.divided else "share"
         self._transfer = Transfer(world.device)
