@@ -112,23 +112,23 @@ def _stop_at_start(*_: object) -> None:
 
 def start() -> None:
     """Start to show the line, on rank 0 and if stdout is a terminal."""
-    global shown
-    if _is_seen() and not shown:
-        shown = Display()
-        atexit.register(shown.stop)
+    global active
+    if _is_seen() and not active:
+        active = Display()
+        atexit.register(active.stop)
 
 
 def stop() -> None:
     """End the display, if there is one."""
-    if shown:
-        shown.stop()
+    if active:
+        active.stop()
 
 
 def forget() -> None:
     """End the display; a later run in this process has its own."""
-    global shown
+    global active
     stop()
-    shown = None
+    active = None
 
 
 def _is_seen() -> bool:
@@ -242,5 +242,5 @@ def _doing() -> str:
     return f"{word}, {seconds:.0f} s" if seconds >= 2 else word
 
 
-shown: Display | None = None
+active: Display | None = None
 """The display of this process, if there is one."""

@@ -84,7 +84,7 @@ class Tracker:
         self._mark = (time.perf_counter(), 0, 0.0)
         self._evaluated: tuple[int, Mapping[str, float]] = -1, {}
         self._last_line = -math.inf  # when the last line of training was printed
-        self._display = display.shown
+        self._display = display.active
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
         """Open the run's only W&B run, by the stored id. An error in it never ends the training."""

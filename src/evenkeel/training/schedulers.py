@@ -60,6 +60,10 @@ class Schedulers:
         """The number of these steps that the schedulers know of."""
         self.evaluated = 0
         """The step of the last evaluation that the schedulers know of."""
+        self.broken = False
+        """Whether one has failed in the middle of a step, so that their state is that of half a step."""
+        self.pending = False
+        """Whether there is a step that the schedulers do not know of yet."""
         self._evaluates = any(each.by_evaluation for each in made)
         # the rates also depend on these; if one differed, it would be another run
         self._fixed = {
@@ -76,11 +80,6 @@ class Schedulers:
         self._left_out = self._left_out or Verdict(self.taken.device)
         self._left_out.ask(skip)
         self.pending = True
-
-    broken = False
-    """Whether one has failed in the middle of a step, so that their state is that of half a step."""
-    pending = False
-    """Whether there is a step that the schedulers do not know of yet."""
 
     def step_if_taken(self) -> None:
         """Step the schedulers if the last step was taken. The host waits for the device."""
