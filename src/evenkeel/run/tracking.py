@@ -1,4 +1,5 @@
-"""What a run reports: a live display, metrics.jsonl, other places for metrics (`trackers`), a log for each rank.
+"""What a run reports, with a verb for each way. `say`: a line on the screen. `Tracker.event`: a line of metrics.jsonl.
+`Tracker.send`: metrics in other places (`trackers`). `log`: a line of the rank's log; rank 0's warnings also on stderr.
 
 Only rank 0 reports, except for the logs. `metrics.jsonl` is append-only: after a stop without a checkpoint some steps
 are done again and appear twice; a "start" record between them has the step.
