@@ -34,7 +34,6 @@ PREFIX = "rank-"
 WAIT = 2.0
 """Seconds to wait for the files of other ranks. The state is saved by then, but nothing restarts before."""
 
-
 COMPARED = 200
 """How many of each rank's last collectives are compared; all would take a second for every five ranks."""
 

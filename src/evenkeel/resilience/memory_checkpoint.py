@@ -31,7 +31,6 @@ from ..common.processes import name_process
 TRIES = 3
 """Number of children that try to write a state to the disk, one after the other, if they are killed."""
 
-
 SLOT_HEAD = struct.Struct("<qqqq")
 """The head of a slot: the step (0 while it is not whole), where the tensors end, and the bytes of layout and of plain
 data after them."""

@@ -31,7 +31,6 @@ INIT_TIMEOUT = 20.0
 """Seconds that wandb waits for its server (plus 10 to give up; WANDB_INIT_TIMEOUT overrides it), and a start for a
 tracker of one's own."""
 
-
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 """How an attempt ends, for `close`; a stopped one is continued by the same command."""
 

@@ -193,7 +193,7 @@ class Verification:
         found = f"one of {found}, and no third rank can decide which" if len(suspects) > 1 else found
         line = self._report(step, found, suspects, who, sure=len(suspects) == 1)
         self._end_if_again(line, suspects, ())
-        self._say(line)
+        self._attempt.say(f"WRONG: {line}; the step is computed again")
 
     def _drifted(self, step: int, states: Sequence[str], mine: Digests) -> None:
         """Give the state that most ranks have to the others; end the run if that would not be right."""
@@ -210,7 +210,7 @@ class Verification:
             self._end(line, drifted)
         self._end_if_again(line, drifted, drifted)
         self._renew(drifted, source := states.index(right))
-        self._say(f"{line}; it has the state of rank {source} now")
+        self._attempt.say(f"WRONG: {line}; it has the state of rank {source} now; the step is computed again")
 
     def _renew(self, drifted: Collection[int], source: int) -> None:
         """Load the state of rank `source` on those that have drifted."""
@@ -258,9 +258,6 @@ class Verification:
             self._attempt.lead.tracker.event("wrong", step, reason=line)
         self.record()
         return line
-
-    def _say(self, line: str) -> None:
-        self._attempt.say(f"WRONG: {line}; the step is computed again")
 
     def record(self) -> None:
         """Record the counts in status.json."""
