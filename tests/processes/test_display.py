@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evenkeel.common.display import Display, Line
+from evenkeel.common.display import Display, Line, say
 from tests.support.terminal import CONTROL, Terminal
 
 TASK = """
@@ -143,3 +143,19 @@ def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.Mon
         thread.join()
         display.stop()
     assert code == 0
+
+
+class Gone(io.StringIO):
+    """A stream without a reader."""
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_line_on_a_stderr_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that cannot say why it ends still ends as it should; whoever prints on stdout decides."""
+    monkeypatch.setattr(sys, "stderr", Gone())
+    say("NOT SAVED", to_stderr=True)
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.raises(BrokenPipeError):
+        say("step 1/2")
