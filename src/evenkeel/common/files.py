@@ -147,11 +147,11 @@ def lock(file: IO[Any] | int, until: float = 0.0) -> bool:
 
 
 @contextlib.contextmanager
-def folder_locked(folder: Path, until: float = 0.0) -> Iterator[tuple[int, bool]]:
-    """Lock a folder to the end of the block, as :func:`lock`; yields its descriptor and whether it is locked."""
+def folder_locked(folder: Path, until: float = 0.0) -> Iterator[bool]:
+    """Lock a folder to the end of the block, as :func:`lock`; yields whether it is locked."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield descriptor, lock(descriptor, until)
+        yield lock(descriptor, until)
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a loader process that was forked meanwhile keeps it
         os.close(descriptor)

@@ -48,15 +48,27 @@ T = TypeVar("T")
 
 
 class Records(NamedTuple):
-    """The launch tokens of all ranks, and the status.json that each node has of the run so far."""
+    """What all ranks know of the run so far.
+
+    Attributes:
+        tokens: the launch token of each rank.
+        fresh: whether a run that is there starts over, unless this launch has begun it: --fresh, or it trained nothing.
+        statuses: the status.json that each node has of the run that goes on.
+    """
 
     tokens: Sequence[str]
+    fresh: bool
     statuses: Sequence[dict[str, Any]]
 
     @property
+    def begins(self) -> bool:
+        """Whether nothing of what is there goes on."""
+        return not self.statuses
+
+    @property
     def newest(self) -> dict[str, Any]:
-        """The status after the most attempts, which says whether the run begins, goes on or is over."""
-        return max(self.statuses, key=_attempts)
+        """The status after the most attempts, which says whether the run goes on or is over."""
+        return max(self.statuses, key=_attempts, default={})
 
 
 class Attempt:
@@ -114,13 +126,12 @@ class Attempt:
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
         decides = next((name for name in sets if name != TRAINING), "" if sets else TEST)
         best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
-        more = {"keep_best": config.keep_best, "keep_every": config.keep_every}
-        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, facts, **more)
+        folder, keep_best, keep_every = self.path / "checkpoints", config.keep_best, config.keep_every
+        self.checkpoints = Checkpoints(folder, config.keep, best, facts, None, keep_best, keep_every)
         self.logs = self.path / "logs"
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []
         self.harmless, self._cutter = task.harmless, cutter or (lambda _recorded: config)
-        self._fresh = config.fresh  # or the run so far has trained nothing
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def close(self) -> None:
@@ -139,15 +150,15 @@ class Attempt:
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         before = self._gather_records()
-        anew = self._fresh and not has_begun(before.newest, before.tokens)
-        compiled_warning = self._unpack_compiled(anew)
+        compiled_warning = self._unpack_compiled(before.begins)
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
-        self.data.compare({} if anew else before.newest)
+        self.data.compare(before.newest)
         cut_line = self._decide_cut(before, find_micro_batch)
-        self._refuse_other_bits(before.newest)
+        self._refuse_other_bits(before)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
+        self.checkpoints.run_id = status.get("run_id", "")
         if self._finished(status):
             self._print_finished(status)
             return True
@@ -163,16 +174,18 @@ class Attempt:
             self.directory.try_update(orders={str(epoch): digest})
 
     def _gather_records(self) -> Records:
-        first_here = self.world.local_rank == 0
-        status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
-        everywhere = self.world.gather((launch_token(), status, not is_run(self.path) or is_untrained(self.path)))
-        tokens, statuses, untrained = zip(*everywhere, strict=True)
-        self._fresh |= any(statuses) and all(untrained)
-        return Records(tokens, statuses)
+        status, untrained = dict[str, Any](), True
+        if self.world.local_rank == 0:
+            untrained = self.directory.untrained if self.directory else is_untrained(self.path)
+            status = recorded_options(self.path, untrained) | read_facts(self.path / "status.json")[0]
+            untrained |= not is_run(self.path)
+        tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
+        fresh = self.config.fresh or (any(statuses) and all(nothing))
+        return Records(tokens, fresh, [each for each in statuses if not fresh or has_begun(each, tokens)])
 
-    def _unpack_compiled(self, anew: bool) -> str:
+    def _unpack_compiled(self, begins: bool) -> str:
         """Unpack compiled code once on each node; its other ranks wait in the next collective. Returns a warning."""
-        return self.compiled.unpack(begins=anew) if self.compiled and self.world.local_rank == 0 else ""
+        return self.compiled.unpack(begins) if self.compiled and self.world.local_rank == 0 else ""
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
@@ -185,12 +198,12 @@ class Attempt:
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
                 )
 
-    def _refuse_other_bits(self, status: dict[str, Any]) -> None:
+    def _refuse_other_bits(self, before: Records) -> None:
         """With --strict-bits and a run that goes on: by the newest manifest of any node."""
-        if not self.config.strict_bits or (not self._fresh and self._finished(status)):
+        if not self.config.strict_bits or self._finished(before.newest):
             return
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
-        present = [manifest for manifest in manifests if manifest and not self._fresh]
+        present = [manifest for manifest in manifests if manifest and not before.begins]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
         Resume(self.config, self.world, self.checkpoints).record_bits(newest)
 
@@ -205,10 +218,10 @@ class Attempt:
 
     def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
-        if self._fresh and (aside := directory.start_over(before.tokens)):
+        if before.fresh and (aside := directory.start_over(before.tokens)):
             moved = f"--fresh: the run that was in {self.path} is now in {aside}"
             self.print(f"nothing was trained in {aside}; starting again" if aside == self.path else moved)
-        if not directory.attempts and (not self._fresh or has_begun(before.newest, before.tokens)):
+        if not directory.attempts and not before.begins:
             directory.status = before.newest  # rank 0 is new here, but another node may know the run
         status = directory.status
         if self._finished(status):
@@ -271,10 +284,7 @@ class Attempt:
 
         The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".
         """
-        continued = [status for status in before.statuses if status.get("micro_batch")]
-        if self._fresh:  # then only a restart of this launch finds its own run
-            continued = [status for status in continued if has_begun(status, before.tokens)]
-        recorded = max(continued, key=_attempts, default={})
+        recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_attempts, default={})
         config, line = self._cutter(recorded), ""
         if config.micro_batch == "auto":
             found = recorded.get("micro_batch", 0)

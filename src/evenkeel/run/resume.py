@@ -88,7 +88,7 @@ class Resume:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         while True:
             on_disk = self._checkpoints.newest_named_step() if self._world.local_rank == 0 else 0
-            everywhere = self._world.gather((rank_memory.offer(self._checkpoints.place), on_disk))
+            everywhere = self._world.gather((rank_memory.offer(self._checkpoints.run_id), on_disk))
             newest = max(max(offer.step if offer else 0, step) for offer, step in everywhere)
             if newest == 0:
                 return None, {}
@@ -142,7 +142,7 @@ class Resume:
         """The state that ranks have stored in memory, and its manifest. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = rank_memory.previous(self._checkpoints.place) if in_memory[world.rank] else None
+        before = rank_memory.previous(self._checkpoints.run_id) if in_memory[world.rank] else None
         file = Path(before.path).open("rb") if before else open_first(filter(None, in_memory))  # noqa: SIM115
         everywhere = all(world.gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"

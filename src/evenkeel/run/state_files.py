@@ -207,7 +207,7 @@ def clean(folder: Path) -> None:
             old.replace(final)
     if not folder.exists():
         return
-    with folder_locked(folder) as (_, locked):
+    with folder_locked(folder) as locked:
         if locked:  # else a process is writing still, such as one that a keeper has left behind
             for temporary in folder.glob(".step-*.tmp"):
                 shutil.rmtree(temporary, ignore_errors=True)
