@@ -17,11 +17,9 @@ import torch
 from ..common import display, keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
-from ..common.naming import TEST, in_set
 from ..common.phases import START_UP, activity
 from ..config import Config, differences, saved_options
 from ..config.options import ALIKE
-from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
 from ..distributed.data_parallel import replicas
@@ -80,7 +78,7 @@ class Attempt:
         plan: how steps are cut, as far as the options say.
         world: who takes part; the process group need not exist yet.
         sets: the training data and those of the evaluation, by name, whose samples are compared among ranks and with
-            the run so far. The first of the evaluation decides which checkpoint is the best.
+            the run so far.
         cutter: from the recorded options of the run, on any node, to the options with the cut. None: as in `config`.
 
     Attributes:
@@ -124,10 +122,8 @@ class Attempt:
         if config.compile:
             facts |= compilation.facts(world.device)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
-        decides = next((name for name in sets if name != TRAINING), "" if sets else TEST)
-        best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
-        folder, keep_best, keep_every = self.path / "checkpoints", config.keep_best, config.keep_every
-        self.checkpoints = Checkpoints(folder, config.keep, best, facts, None, keep_best, keep_every)
+        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, None, facts)
+        self.checkpoints.keep_best, self.checkpoints.keep_every = config.keep_best, config.keep_every
         self.logs = self.path / "logs"
         self.tracker: tracking.Tracker | None = None
         self.hosts: list[str] = []

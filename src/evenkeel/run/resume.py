@@ -14,14 +14,12 @@ from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
-from ..common.naming import in_set
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import read_cut
 from ..distributed.world import World
 from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
-from ..training.early_stopping import ONLY_LOSS, History
 from ..training.state import State
 from .checkpoint import Checkpoints, Manifest, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
@@ -75,12 +73,8 @@ class Resume:
         if manifest:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
-            before, now = manifest.best_by, self._checkpoints.best_by
-            if state.stopping.assumed and before == (in_set(state.stopping.decides, "loss"), "min"):
-                self._checkpoints.best_by, state.stopping.best, now = before, ONLY_LOSS, before  # as at its start
-            if before and now and before != now:
-                state.stopping.history = History()
-                self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
+            self._other_best = state.stopping.go_on(manifest.best_by)
+            self._checkpoints.best_by = state.stopping.best_by
         rank_memory.discard_previous()
         activity.enter(START_UP, "first step")
 
