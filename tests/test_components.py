@@ -23,12 +23,12 @@ BUDGET = {
     "data": 3130,
     "distributed": 2405,
     "resilience": 1640,
-    "training": 6090,
-    "run": 6680,
+    "training": 6110,
+    "run": 6673,
     "tasks": 2224,
     "mirror": 548,
     "launch": 2999,
-    "cli": 7485,
+    "cli": 7482,
     "time_travel": 1672,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

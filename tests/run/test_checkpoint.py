@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from evenkeel.common.files import write_json
-from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, unpack, verify
+from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, verify
 from tests.support.needs import small_disk
 from tests.support.processes import wait_until
 
@@ -481,7 +481,7 @@ def test_one_that_is_what_its_manifest_says_and_no_state_is_set_aside(
     unfit(newest / STATE, kind)
     verify(newest)  # the control: its bytes are right
     with pytest.raises(Damaged, match=rf"^{newest / STATE}: (does not load|is )"):
-        unpack(newest)
+        load(newest)
     assert same(checkpoints.load_newest(), state(1))
     assert steps(checkpoints) == [1]
     (aside,) = checkpoints.folder.glob("damaged-step-00000002-*")

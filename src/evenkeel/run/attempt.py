@@ -46,17 +46,13 @@ T = TypeVar("T")
 
 
 class Records(NamedTuple):
-    """What all ranks know of the run so far.
-
-    Attributes:
-        tokens: the launch token of each rank.
-        fresh: whether a run that is there starts over, unless this launch has begun it: --fresh, or it trained nothing.
-        statuses: the status.json that each node has of the run that goes on.
-    """
+    """The launch tokens of all ranks, and what each node knows of the run so far."""
 
     tokens: Sequence[str]
     fresh: bool
+    """Whether a run that this launch has not begun starts over: --fresh, or it has trained nothing."""
     statuses: Sequence[dict[str, Any]]
+    """Each node's status.json, if it is of the run that goes on."""
 
     @property
     def begins(self) -> bool:
@@ -146,7 +142,8 @@ class Attempt:
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         before = self._gather_records()
-        compiled_warning = self._unpack_compiled(before.begins)
+        # once on each node; its other ranks wait in the next collective
+        warning = self.compiled.unpack(before.begins) if self.compiled and self.world.local_rank == 0 else ""
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare(before.newest)
@@ -156,9 +153,10 @@ class Attempt:
         status = self._record_start(before)
         self.checkpoints.run_id = status.get("run_id", "")
         if self._finished(status):
-            self._print_finished(status)
+            early = " early" if status.get("stopped_early") else ""
+            self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
             return True
-        uneven_warning = self._start_logging(status, compiled_warning)
+        uneven_warning = self._start_logging(status, warning)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
         self._end_crash_loop(status)
         self._start_tracking(uneven_warning, cut_line)
@@ -178,10 +176,6 @@ class Attempt:
         tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
         fresh = self.config.fresh or (any(statuses) and all(nothing))
         return Records(tokens, fresh, [each for each in statuses if not fresh or has_begun(each, tokens)])
-
-    def _unpack_compiled(self, begins: bool) -> str:
-        """Unpack compiled code once on each node; its other ranks wait in the next collective. Returns a warning."""
-        return self.compiled.unpack(begins) if self.compiled and self.world.local_rank == 0 else ""
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
@@ -301,10 +295,6 @@ class Attempt:
     def _finished(self, status: dict[str, Any]) -> bool:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
         return status.get("state") == "finished" and bool(over)
-
-    def _print_finished(self, status: dict[str, Any]) -> None:
-        early = " early" if status.get("stopped_early") else ""
-        self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
 
     def _end_crash_loop(self, status: dict[str, Any]) -> None:
         if status["fruitless"] <= MAX_FRUITLESS:

@@ -293,17 +293,12 @@ def step_of(path: Path) -> int:
 
 
 def load(path: Path, want: Want = "all") -> dict[str, Any]:
-    """Verify and unpack a checkpoint on the CPU: the result of `State.capture`."""
-    verify(path)
-    return unpack(path, want)
-
-
-def unpack(path: Path, want: Want = "all") -> dict[str, Any]:
-    """Read a checkpoint, or what is wanted of it, without checking its bytes.
+    """Verify and read a checkpoint on the CPU: the result of `State.capture`, or what is wanted of it.
 
     Raises:
-        Damaged: it does not load without running code, or is not the state of this step.
+        Damaged: as :func:`verify`; or it does not load without running code, or is not the state of this step.
     """
+    verify(path)
     return read_state(path, step_of(path), want)
 
 

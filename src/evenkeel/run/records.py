@@ -70,13 +70,11 @@ ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redon
 """Steps; waiting for data; stalls for checkpoints; evaluations; from a process's start to its first step; steps done
 again; no process, or none that survived to record it."""
 
-
 YOUNG = 60.0
 """Seconds before a run's goodput is meaningful, because most of them are its start."""
 
 LINE_SECONDS = 5.0
 """Seconds between two lines of training on a console without a progress bar."""
-
 
 TAIL = 1 << 20
 """Bytes at the end of metrics.jsonl that a start reads."""

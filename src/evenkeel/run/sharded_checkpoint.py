@@ -15,7 +15,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def write_rows(
     folder.mkdir(parents=True, exist_ok=True)
     name = file_of(rows["rank"], rows["ranks"])
     try:
-        with _written_by_this_process(folder):
+        with folder_locked(folder, FOREVER, fcntl.LOCK_SH):
             _write_once(folder / name, captured, {"kind": kind, "metrics": dict(metrics)}, until)
         publish_if_whole(checkpoints, folder, until)
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def _write_once(path: Path, captured: Mapping[str, Any], info: dict[str, Any], u
                 os.fsync(file.fileno())
                 write_json(piece, asdict(written) | info)
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # as below
+            fcntl.flock(file, fcntl.LOCK_UN)  # else a process that was forked meanwhile keeps it
 
 
 def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FOREVER) -> None:
@@ -140,17 +140,6 @@ def await_writers(checkpoints: Checkpoints) -> None:
         with contextlib.suppress(OSError), folder_locked(folder, until):  # OSError: complete, it has another name now
             publish_if_whole(checkpoints, folder, until)
     clean(checkpoints.folder)
-
-
-@contextlib.contextmanager
-def _written_by_this_process(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a process that was forked meanwhile keeps it
-        os.close(descriptor)
 
 
 def write_slots(descriptors: list[int], until: float) -> None:

@@ -17,7 +17,6 @@ from ..common.naming import TEST, in_set
 
 log = logging.getLogger(__name__)
 
-
 ONLY_LOSS: tuple[str, Literal["max", "min"]] = ("loss", "min")
 """What decides which checkpoint is the best, where the loss is the only metric."""
 
