@@ -23,12 +23,12 @@ BUDGET = {
     "data": 3130,
     "distributed": 2394,
     "resilience": 1642,
-    "training": 6081,
-    "run": 6697,
+    "training": 6101,
+    "run": 6691,
     "tasks": 2221,
     "mirror": 548,
     "launch": 2999,
-    "cli": 7485,
+    "cli": 7482,
     "time_travel": 1672,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

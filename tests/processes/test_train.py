@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from evenkeel.common.files import write_json
 from evenkeel.resilience.interruption import STOPPED
 from evenkeel.run.checkpoint import STATE
 from evenkeel.training.state_dicts import sha256
@@ -150,6 +151,8 @@ def test_with_fresh_a_new_node_takes_over_what_the_other_one_knows_of_the_same_j
     for process in started:
         process.send_signal(signal.SIGTERM)
     finish_all(started, STOPPED)
+    (tmp_path / "third").mkdir()  # with another run, of more attempts
+    write_json(tmp_path / "third" / "status.json", {"world_sizes": [1] * 5, "state": "stopped", "step": 9})
     finish_all(nodes("third", "second"))
     assert read(tmp_path / "third", "status.json")["world_sizes"] == [2, 2]
     assert records(tmp_path / "third", "start")[0]["step"] >= 3

@@ -220,6 +220,29 @@ def writer_of(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("looks", [True, False], ids=["", "control"])
+def test_a_writer_that_was_frozen_leaves_a_run_alone_that_began_meanwhile(tmp_path: Path, looks: bool) -> None:
+    """With --fresh. In the control it does not look whose folder it is, and the new run goes on from the old state."""
+    blind = "" if looks else "from evenkeel.run import checkpoint\ncheckpoint.refuse_another_run = lambda _: None"
+    run_dir, task = tmp_path / "run", runs.own_task(tmp_path, before=blind)
+    with slow_checkpoint(run_dir, "--task", task, "--keeper-restarts", 0, "--grace", 1, real=True) as process:
+        os.kill(writer := killed(process), signal.SIGSTOP)
+    process.wait(timeout=processes.LIMIT)
+
+    def train(*more: object) -> None:
+        words = job(run_dir, "--task", task, "--schedule", "constant", *more)
+        processes.run([sys.executable, TRAIN, *words], env=runs.OWN)
+
+    train("--fresh", "--max-steps", 1)
+    os.kill(writer, signal.SIGCONT)
+    told = finish(process).stderr
+    train("--max-steps", 4)
+    assert starts(run_dir) == [0, 1 if looks else 3]
+    assert told.count("another run has begun there, so nothing is written: ") == looks
+    assert "a process continues writing it" in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, TRIES])
 def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(run_dir: Path, kills: int) -> None:
     """The ranks that start again have that step from memory, and do not evaluate it again. With TRIES: the control."""

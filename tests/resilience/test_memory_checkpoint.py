@@ -50,7 +50,7 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory = KeeperMemory(save)
-    memory.take(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3, "folder": "here"})))
+    memory.take(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3, "run_id": "here"})))
     await_written(memory)
     assert torch.load(tmp_path / "saved")["weights"].equal(STATE["weights"])
 
@@ -147,7 +147,7 @@ def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
 
 def test_a_process_that_is_forked_keeps_no_memory() -> None:
     def act() -> None:
-        rank_memory.store(partial(torch.save, STATE), {"step": 1, "folder": ""})
+        rank_memory.store(partial(torch.save, STATE), {"step": 1, "run_id": ""})
         mine = rank_memory.descriptor
         os.fstat(mine)
         if not (loader := os.fork()):

@@ -24,7 +24,8 @@ from uuid import UUID
 import pytest
 import torch
 
-from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, unpack, verify
+from evenkeel.common.files import write_json
+from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, verify
 from tests.support.needs import small_disk
 from tests.support.processes import wait_until
 
@@ -289,19 +290,34 @@ def test_an_old_step_that_comes_late_takes_nothing_from_newer_ones(checkpoints: 
     assert all(is_whole(load(path)) for path in checkpoints.all())
 
 
-def test_a_writer_that_waited_does_not_write_into_the_run_that_began_meanwhile(checkpoints: Checkpoints) -> None:
-    """`--fresh` moves the folder aside. The control: in the folder as it was it writes."""
-    for fresh in (False, True):
-        checkpoints.folder.mkdir(parents=True, exist_ok=True)
-        with checkpoints.locked(0.0):  # the lock is taken
-            writer = FORK.Process(target=checkpoints.save_if_new, args=(state(7), time.monotonic() + 60))
-            writer.start()
-            wait_until(lambda: opened_by(writer.pid).count(str(checkpoints.folder)) == 2, "its wait")  # noqa: B023
-            if fresh:
-                checkpoints.folder.rename(checkpoints.folder.with_name("old"))
-                checkpoints.folder.mkdir()
-        writer.join()
-        assert steps(checkpoints) == ([] if fresh else [7])
+@pytest.mark.parametrize("moment", ["waits", "writes"])
+@pytest.mark.parametrize("run_id", ["old", ""], ids=["", "control"])
+def test_a_process_of_the_old_run_writes_nothing_into_the_new_one(
+    tmp_path: Path, run_id: str, moment: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--fresh` begins another run while it waits, or is frozen in the middle. The control: without the run's id."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, best_by=None, run_id=run_id)
+    checkpoints.folder.mkdir()
+    with checkpoints.locked(0.0) if moment == "waits" else contextlib.nullcontext():
+        writer = FORK.Process(target=rescue_step_7, args=(checkpoints,))
+        writer.start()
+        if moment == "waits":
+            wait_until(lambda: opened_by(writer.pid).count(str(checkpoints.folder)) == 2, "its wait")
+            checkpoints.folder.rename(tmp_path / "old")
+            checkpoints.folder.mkdir()
+        else:
+            wait_until(lambda: any(map(size_of, checkpoints.folder.glob(f".step-*/{STATE}"))), "the first bytes")
+            os.kill(writer.pid or 0, signal.SIGSTOP)
+        write_json(tmp_path / "status.json", {"run_id": "new"})
+    os.kill(writer.pid or 0, signal.SIGCONT)
+    writer.join()
+    assert [path.name for path in checkpoints.folder.iterdir()] == ([] if run_id else ["step-00000007"])
+    assert ("another run has begun there, so nothing is written: " in capfd.readouterr().err) == bool(run_id)
+
+
+def rescue_step_7(checkpoints: Checkpoints) -> None:
+    torch.set_num_threads(1)
+    checkpoints.save_if_new(state(7, BIG), time.monotonic() + 60)
 
 
 def opened_by(pid: int | None) -> list[str]:
@@ -465,7 +481,7 @@ def test_one_that_is_what_its_manifest_says_and_no_state_is_set_aside(
     unfit(newest / STATE, kind)
     verify(newest)  # the control: its bytes are right
     with pytest.raises(Damaged, match=rf"^{newest / STATE}: (does not load|is )"):
-        unpack(newest)
+        load(newest)
     assert same(checkpoints.load_newest(), state(1))
     assert steps(checkpoints) == [1]
     (aside,) = checkpoints.folder.glob("damaged-step-00000002-*")

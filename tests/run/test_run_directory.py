@@ -405,7 +405,7 @@ def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
     (old,) = old_ones(path)
     assert (old / "model.pt").read_text() == "precious"
     assert read_json(old / "status.json")["step"] == 7
-    assert [entry.name for entry in path.iterdir()] == [".lock"]
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "status.json"]
     assert aside == old
     assert (directory.status, directory.attempts) == ({}, 0)
     with pytest.raises(Refusal, match="is in use"):
@@ -430,7 +430,7 @@ def test_to_start_over_leaves_alone_what_is_not_the_runs(path: Path) -> None:
     (path / "thesis.tex").write_text("precious")
     (path / "slurm").mkdir()
     claim(path, OPTIONS, fresh=True).start_over([""])
-    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "slurm", "thesis.tex"]
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "slurm", "status.json", "thesis.tex"]
     (old,) = old_ones(path)
     assert sorted(entry.name for entry in old.iterdir()) == ["config.toml", "status.json"]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from evenkeel.common.files import lock
+from evenkeel.common.files import lock, write_json
 from evenkeel.run.checkpoint import Checkpoints, Damaged, load, read_manifest, step_of, verify
 from evenkeel.run.sharded_checkpoint import await_writers, facts_of, write_rows, write_slots
 from evenkeel.run.sharded_resume import common_step
@@ -284,7 +284,10 @@ def test_a_slot_has_what_was_stored_bit_for_bit(checkpoints: Checkpoints) -> Non
         assert same(state, part(whole(step), 2, 3))
         assert facts["step"] == step
     rank.slots.keep_only(2)
+    rank.slots.keep_run(checkpoints.run_id)
     assert rank.slots.steps() == [2]
+    rank.slots.keep_run("of another run")
+    assert rank.slots.steps() == []
 
 
 def test_a_step_that_two_threads_store_leaves_the_one_before(checkpoints: Checkpoints) -> None:
@@ -336,4 +339,10 @@ def test_slots_on_the_disk_are_a_checkpoint_of_the_step_that_all_have(checkpoint
     assert same(load(path), whole(2))
     assert read_manifest(path).kind == "snapshot"
     await_writers(checkpoints)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
+    checkpoints.run_id = "old"
+    (late := Rank(checkpoints)).store(4)
+    write_json(checkpoints.folder.parent / "status.json", {"run_id": "new"})  # by --fresh
+    with pytest.raises(OSError, match="another run has begun there, so nothing is written"):
+        write_slots(late.descriptors, time.monotonic() + 10)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]

@@ -131,15 +131,15 @@ def make_unused(path: Path) -> Path:
             return free
 
 
-def lock(file: IO[Any] | int, until: float = 0.0) -> bool:
+def lock(file: IO[Any] | int, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock an open file or folder against other processes; return whether that succeeded.
 
-    Tries until a time of `time.monotonic`; 0: once. The kernel releases the lock when the file is closed, or when the
-    process dies.
+    Tries until a time of `time.monotonic`; 0: once. `LOCK_SH`: others may do the same. The kernel releases the lock
+    when the file is closed, or when the process dies.
     """
     while True:
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
             return True
         if time.monotonic() >= until:
             return False
@@ -147,11 +147,11 @@ def lock(file: IO[Any] | int, until: float = 0.0) -> bool:
 
 
 @contextlib.contextmanager
-def folder_locked(folder: Path, until: float = 0.0) -> Iterator[tuple[int, bool]]:
-    """Lock a folder to the end of the block, as :func:`lock`; yields its descriptor and whether it is locked."""
+def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    """Lock a folder to the end of the block, as :func:`lock`; yields whether it is locked."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield descriptor, lock(descriptor, until)
+        yield lock(descriptor, until, kind)
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a loader process that was forked meanwhile keeps it
         os.close(descriptor)

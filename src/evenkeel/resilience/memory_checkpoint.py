@@ -113,13 +113,13 @@ class RankMemory:
             self.facts = {}
             os.ftruncate(self.descriptor, 0)
 
-    def previous(self, folder: str) -> MemoryCheckpoint | None:
-        """The state that the previous rank of this keeper has stored, if its run has this folder of checkpoints."""
-        return self._previous if self._previous and self._previous.facts["folder"] == folder else None
+    def previous(self, run_id: str) -> MemoryCheckpoint | None:
+        """The state that the previous rank of this keeper has stored, if it is of this run."""
+        return self._previous if self._previous and self._previous.facts["run_id"] == run_id else None
 
-    def offer(self, folder: str) -> Offer | None:
+    def offer(self, run_id: str) -> Offer | None:
         """Offer :meth:`previous` to the other ranks of this machine, until :meth:`discard_previous`."""
-        if not (left := self.previous(folder)):
+        if not (left := self.previous(run_id)):
             return None
         path, identity = f"/proc/{os.getpid()}/fd/{left.descriptor}", ("", 0, 0)
         with contextlib.suppress(OSError):  # a sandbox may hide /proc; then no other rank finds the file

@@ -27,11 +27,9 @@ import torch
 from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
-from ..common.naming import in_set
 from ..common.phases import START_UP, activity
 from ..config import Config, differences, saved_options
 from ..config.options import ALIKE
-from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
 from ..distributed.data_parallel import replicas
@@ -58,19 +56,23 @@ T = TypeVar("T")
 
 
 class Records(NamedTuple):
-    """What ranks and nodes know of the run so far."""
+    """The launch tokens of all ranks, and what each node knows of the run so far."""
 
     tokens: Sequence[str]
-    """The launch token of each rank."""
+    fresh: bool
+    """Whether a run that this launch has not begun starts over: --fresh, or it has trained nothing."""
     statuses: Sequence[dict[str, Any]]
-    """The status.json of each node."""
-    untrained: bool
-    """There is a run, and it has trained nothing on any node."""
+    """Each node's status.json, if it is of the run that goes on."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing of what is there goes on."""
+        return not self.statuses
 
     @property
     def newest(self) -> dict[str, Any]:
-        """The status after the most attempts, which says whether the run begins, goes on or is over."""
-        return max(self.statuses, key=_attempts)
+        """The status after the most attempts, which says whether the run goes on or is over."""
+        return max(self.statuses, key=_attempts, default={})
 
 
 class Lead(NamedTuple):
@@ -89,7 +91,7 @@ class Attempt:
         plan: how steps are cut, as far as the options say.
         world: who takes part; the process group need not exist yet.
         sets: the training data and those of the evaluation, by name, whose samples are compared among ranks and with
-            the run so far. The first of the evaluation decides which checkpoint is the best.
+            the run so far.
         cutter: from the recorded options of the run, on any node, to the options with the cut.
 
     Attributes:
@@ -120,15 +122,12 @@ class Attempt:
             prepare_folder(self.path, run, config.fresh)
         facts = _fingerprint(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
-        decides = next((name for name in sets if name != TRAINING), "")
-        best = (in_set(decides, task.best[0]), task.best[1]) if decides and task.best else None
-        more = {"keep_best": config.keep_best, "keep_every": config.keep_every}
-        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, best, facts, **more)
+        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, None, facts)
+        self.checkpoints.keep_best, self.checkpoints.keep_every = config.keep_best, config.keep_every
         self.logs = self.path / "logs"
         self.lead: Lead | None = None
         self.hosts: list[str] = []
         self.harmless, self._cutter = task.harmless, cutter
-        self._fresh = config.fresh  # or the run so far has trained nothing
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def close(self) -> None:
@@ -157,23 +156,21 @@ class Attempt:
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         before = self._gather_records()
-        self._fresh |= before.untrained
-        anew = self._fresh and not has_begun(before.newest, before.tokens)
-        compiled_warning = ""
-        if self.compiled and self.world.local_rank == 0:  # the node's other ranks wait in the next collective
-            compiled_warning = self.compiled.unpack(begins=anew)
+        # once on each node; its other ranks wait in the next collective
+        warning = self.compiled.unpack(before.begins) if self.compiled and self.world.local_rank == 0 else ""
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
-        self.data.compare({} if anew else before.newest)
+        self.data.compare(before.newest)
         cut_line = self._decide_cut(before, find_micro_batch)
-        self._refuse_other_bits(before.newest)
+        self._refuse_other_bits(before)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
+        self.checkpoints.run_id = status.get("run_id", "")
         if self._finished(status):
             early = " early" if status.get("stopped_early") else ""
             self.say(f"evenkeel: {self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
             return True
-        uneven_warning = self._start_logging(status, compiled_warning)
+        uneven_warning = self._start_logging(status, warning)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
         self._end_crash_loop(status)
         self._start_tracking(uneven_warning, cut_line)
@@ -185,11 +182,14 @@ class Attempt:
             self.lead.directory.try_update(orders={str(epoch): digest})
 
     def _gather_records(self) -> Records:
-        first_here = self.world.local_rank == 0
-        status = {**recorded_options(self.path), **read_facts(self.path / "status.json")[0]} if first_here else {}
-        everywhere = self.world.gather((launch_token(), status, not is_run(self.path) or is_untrained(self.path)))
-        tokens, statuses, untrained = zip(*everywhere, strict=True)
-        return Records(tokens, statuses, any(statuses) and all(untrained))
+        status, untrained = dict[str, Any](), True
+        if self.world.local_rank == 0:
+            untrained = self._directory.untrained if self._directory else is_untrained(self.path)
+            status = recorded_options(self.path, untrained) | read_facts(self.path / "status.json")[0]
+            untrained |= not is_run(self.path)
+        tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
+        fresh = self.config.fresh or (any(statuses) and all(nothing))
+        return Records(tokens, fresh, [each for each in statuses if not fresh or has_begun(each, tokens)])
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
@@ -202,12 +202,12 @@ class Attempt:
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
                 )
 
-    def _refuse_other_bits(self, status: dict[str, Any]) -> None:
+    def _refuse_other_bits(self, before: Records) -> None:
         """With --strict-bits and a run that goes on: by the newest manifest of any node."""
-        if not self.config.strict_bits or (not self._fresh and self._finished(status)):
+        if not self.config.strict_bits or self._finished(before.newest):
             return
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
-        present = [manifest for manifest in manifests if manifest and not self._fresh]
+        present = [manifest for manifest in manifests if manifest and not before.begins]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
         Resume(self.config, self.world, self.checkpoints).record_bits(newest)
 
@@ -222,10 +222,10 @@ class Attempt:
 
     def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
-        if self._fresh and (aside := directory.start_over(before.tokens)):
+        if before.fresh and (aside := directory.start_over(before.tokens)):
             moved = f"--fresh: the run that was in {self.path} is now in {aside}"
-            self.say(f"evenkeel: {moved if aside != self.path else f'nothing was trained in {aside}; starting again'}")
-        if not directory.attempts and (not self._fresh or has_begun(before.newest, before.tokens)):
+            self.say(f"evenkeel: {f'nothing was trained in {aside}; starting again' if aside == self.path else moved}")
+        if not directory.attempts and not before.begins:
             directory.status = before.newest  # rank 0 is new here, but another node may know the run
         status = directory.status
         if self._finished(status):
@@ -288,10 +288,7 @@ class Attempt:
 
         The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".
         """
-        continued = [status for status in before.statuses if status.get("micro_batch")]
-        if self._fresh:  # then only a restart of this launch finds its own run
-            continued = [status for status in continued if has_begun(status, before.tokens)]
-        recorded = max(continued, key=_attempts, default={})
+        recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_attempts, default={})
         config, line = self._cutter(recorded), ""
         if config.micro_batch == "auto":
             found = recorded.get("micro_batch", 0)

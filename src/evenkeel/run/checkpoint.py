@@ -31,7 +31,7 @@ from typing import Any, Literal, get_args
 from uuid import uuid4
 
 from ..common.deadlines import FOREVER
-from ..common.files import folder_locked, sha256_of, sync_folder, write_json
+from ..common.files import folder_locked, read_json, sha256_of, sync_folder, write_json
 from ..common.naming import TEST, full_name, named
 from .state_files import STATE as STATE
 from .state_files import Damaged as Damaged
@@ -91,6 +91,8 @@ class Checkpoints:
     """Best ones to keep, besides the newest."""
     keep_every: int = 0
     """Keep those whose step is a multiple of this for ever; 0: none."""
+    run_id: str = ""
+    """The run's, in status.json. A writer that finds another one there comes late; empty: it does not look."""
 
     def __post_init__(self) -> None:
         if self.best_by:
@@ -161,12 +163,11 @@ class Checkpoints:
         """Lock out other writers, but wait for them only until a moment: a frozen one must not stop the others.
 
         Two at once only cost space: each writes under its own name and gives up if the other was faster. Raises OSError
-        if the folder was replaced during the wait.
+        as :func:`refuse_another_run`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with folder_locked(self.folder, until) as (folder, _):
-            if not os.path.samestat(os.fstat(folder), self.folder.stat()):  # --fresh has moved it meanwhile
-                raise FileNotFoundError(errno.ENOENT, "another run has started there", self.place)
+        with folder_locked(self.folder, until):
+            refuse_another_run(self)
             yield
 
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
@@ -185,7 +186,8 @@ class Checkpoints:
         return final
 
     def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
-        """Give a folder with all files of a checkpoint its name, and delete old ones."""
+        """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `locked`."""
+        refuse_another_run(self)  # again: this process may have been frozen while it wrote
         old = self.folder / f".{final.name}.old"
         again = kind == "checkpoint" or not (final / MANIFEST).exists()
         if again and final.exists():  # the same step, written by an earlier attempt
@@ -259,6 +261,14 @@ class Checkpoints:
         return value if self.best_by and self.best_by[1] == "max" else -value
 
 
+def refuse_another_run(checkpoints: Checkpoints) -> None:
+    """Raise an OSError if another run has begun in the folder (--fresh): this process is left of the one before."""
+    with contextlib.suppress(ValueError):  # a status.json that was damaged says nothing
+        now = read_json(checkpoints.folder.parent / "status.json").get("run_id")
+        if now and checkpoints.run_id and now != checkpoints.run_id:
+            raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", checkpoints.place)
+
+
 def known_step(checkpoints: Checkpoints) -> int | str:
     """The newest step, for a message about an error of the disk: "?" if its folder cannot be read either."""
     try:
@@ -283,17 +293,12 @@ def step_of(path: Path) -> int:
 
 
 def load(path: Path, want: Want = "all") -> dict[str, Any]:
-    """Verify and unpack a checkpoint on the CPU: the result of `State.capture`."""
-    verify(path)
-    return unpack(path, want)
-
-
-def unpack(path: Path, want: Want = "all") -> dict[str, Any]:
-    """Read a checkpoint, or what is wanted of it, without checking its bytes.
+    """Verify and read a checkpoint on the CPU: the result of `State.capture`, or what is wanted of it.
 
     Raises:
-        Damaged: it does not load without running code, or is not the state of this step.
+        Damaged: as :func:`verify`; or it does not load without running code, or is not the state of this step.
     """
+    verify(path)
     return read_state(path, step_of(path), want)
 
 

@@ -201,7 +201,8 @@ class Ending:
         blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"
         if diagnosis.is_lowest and self._world.rank != 0:  # rank 0 is frozen, so this one records the end
             with contextlib.suppress(OSError):  # the file system may be the cause
-                if (known := read_facts(status)[0]).get("state") == "running":
+                known, run_id = read_facts(status)[0], self._saver.checkpoints.run_id
+                if (known.get("state"), known.get("run_id")) == ("running", run_id):
                     mark_failed(status, explanation, wrong_nodes=_wrong_nodes(known, blamed))
         self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(self._attempt.status, blamed))
         diagnosis.write_collectives()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.naming import VALIDATION, in_set
+from ..common.naming import VALIDATION
 from ..data.data_digest import TRAINING
 from ..training.evaluation import Evaluation
 from ..training.prediction import predictions
@@ -64,8 +64,7 @@ class Evaluator:
         """Warn of an evaluation that lacks the metric that decides; find out whether the loss does."""
         self._checked = True
         self._state.stopping.check(metrics)
-        if best := self._state.stopping.best:
-            self._attempt.checkpoints.best_by = in_set(self._evaluations[0].name, best[0]), best[1]
+        self._attempt.checkpoints.best_by = self._state.stopping.best_by
 
     def evaluate(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no

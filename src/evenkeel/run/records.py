@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 FACTS: dict[str, Any] = {
     **dict.fromkeys(("state", "host", "reason", "last_failure", "requeues", "wandb_id", "weights_sha256"), ""),
-    "shares": "",
+    **dict.fromkeys(("shares", "run_id"), ""),
     **dict.fromkeys(("pid", "step", "total_steps", "samples_seen", "threads", "micro_batch", "micro_batches"), 0),
     **dict.fromkeys(("fruitless", "starts"), 0),
     **dict.fromkeys(("time", "seconds", "goodput"), 0.0),
@@ -70,13 +70,11 @@ ACCOUNTS = ("productive", "data", "checkpoint", "evaluation", "start_up", "redon
 """Steps; waiting for data; stalls for checkpoints; evaluations; from a process's start to its first step; steps done
 again; no process, or none that survived to record it."""
 
-
 YOUNG = 60.0
 """Seconds before a run's goodput is meaningful, because most of them are its start."""
 
 LINE_SECONDS = 5.0
 """Seconds between two lines of training on a console without a progress bar."""
-
 
 TAIL = 1 << 20
 """Bytes at the end of metrics.jsonl that a start reads."""
@@ -253,10 +251,11 @@ MIRRORED = "EVENKEEL_MIRROR"
 """The environment variable with the run directory whose checkpoints a process of this node copies (--mirror)."""
 
 
-def recorded_options(path: Path | None) -> dict[str, Any]:
+def recorded_options(path: Path | None, untrained: bool | None = None) -> dict[str, Any]:
     """Values that the run has recorded for options that were left open: "micro_batch", "micro_batches" and CPU
-    "threads". Empty without a run, or of one that has trained nothing; an older version may lack some."""
-    if path is None or is_untrained(path):
+    "threads". Empty without a run, or of one that has trained nothing; an older version may lack some. ``untrained``:
+    the result of :func:`is_untrained`, if it is known."""
+    if path is None or (is_untrained(path) if untrained is None else untrained):
         return {}
     try:
         status, _ = read_facts(path / "status.json")

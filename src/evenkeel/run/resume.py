@@ -14,14 +14,12 @@ from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
-from ..common.naming import in_set
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import read_cut
 from ..distributed.world import World
 from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
-from ..training.early_stopping import ONLY_LOSS, History
 from ..training.state import State
 from .checkpoint import Checkpoints, Manifest, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
@@ -75,12 +73,8 @@ class Resume:
         if manifest:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
-            before, now = manifest.best_by, self._checkpoints.best_by
-            if state.stopping.assumed and before == (in_set(state.stopping.decides, "loss"), "min"):
-                self._checkpoints.best_by, state.stopping.best, now = before, ONLY_LOSS, before  # as at its start
-            if before and now and before != now:
-                state.stopping.history = History()
-                self._other_best = f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
+            self._other_best = state.stopping.go_on(manifest.best_by)
+            self._checkpoints.best_by = state.stopping.best_by
         rank_memory.discard_previous()
         activity.enter(START_UP, "first step")
 
@@ -88,7 +82,7 @@ class Resume:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         while True:
             on_disk = self._checkpoints.newest_named_step() if self._world.local_rank == 0 else 0
-            everywhere = self._world.gather((rank_memory.offer(self._checkpoints.place), on_disk))
+            everywhere = self._world.gather((rank_memory.offer(self._checkpoints.run_id), on_disk))
             newest = max(max(offer.step if offer else 0, step) for offer, step in everywhere)
             if newest == 0:
                 return None, {}
@@ -142,7 +136,7 @@ class Resume:
         """The state that ranks have stored in memory, and its manifest. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = rank_memory.previous(self._checkpoints.place) if in_memory[world.rank] else None
+        before = rank_memory.previous(self._checkpoints.run_id) if in_memory[world.rank] else None
         file = Path(before.path).open("rb") if before else open_first(filter(None, in_memory))  # noqa: SIM115
         everywhere = all(world.gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"

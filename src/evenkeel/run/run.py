@@ -88,6 +88,7 @@ class Run:
     def __init__(self, attempt: Attempt, task: Task, state: State, started: Loader | None = None) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
+        attempt.checkpoints.best_by = state.stopping.best_by
         self.finished = False
         self.asked_to_stop: Callable[[], bool] = lambda: False  # `fit` sets it: Ctrl-C in a notebook
         self.evaluator = Evaluator(attempt, task, state)

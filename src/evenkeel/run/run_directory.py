@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
+from uuid import uuid4
 
 import tomli_w
 
@@ -82,6 +83,8 @@ class RunDirectory:
     _lock: IO[bytes]
     trouble: str = ""
     """A description of what is wrong with the existing status.json, or ""."""
+    untrained: bool = False
+    """Whether the run that is there has trained nothing."""
     _options: dict[str, Any] = field(default_factory=dict)  # of this attempt; empty before `begin`
     _over: bool = False  # an end is recorded: nothing changes after it
     _claimed: float = field(default_factory=time.monotonic)  # when it was
@@ -119,9 +122,8 @@ class RunDirectory:
         """
         if not is_run(self.path) or has_begun(self.status, tokens):
             return None
-        untrained, attempts = is_untrained(self.path), self.status.get("world_sizes", [])
-        self.status, self.trouble = {"world_sizes": attempts} if untrained else {}, ""
-        return self.path if untrained else _move_aside(self.path)
+        self.status, self.trouble = {"world_sizes": self.status.get("world_sizes", [])} if self.untrained else {}, ""
+        return self.path if self.untrained else _move_aside(self.path)
 
     def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
@@ -135,6 +137,7 @@ class RunDirectory:
         if not restarted or requeues != self.status.get("requeues", "0"):
             fruitless = 0
         facts |= {"launch": sorted(launch), "world_sizes": [*self.status.get("world_sizes", []), len(tokens)]}
+        facts["run_id"] = self.status.get("run_id") or uuid4().hex  # an older version made none
         facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
         self._over, self._seconds_before = False, self.status.get("seconds", 0.0)
         self.update("running", **facts)  # first, because a run is known by its status.json
@@ -229,14 +232,15 @@ def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
     """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use."""
     prepare_folder(path, run, fresh)
     locked = _lock(path)
-    if not (fresh or is_untrained(path)):  # again: the previous job may have started over
+    untrained = is_untrained(path)  # again: the previous job may have started over
+    if not (fresh or untrained):
         _refuse_another_run(path, run)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
         with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
             found = filter(None, map(read_record, file))
             status["world_sizes"] = [it.get("world_size", 1) for it in found if it["kind"] == "start"]
-    return RunDirectory(path, status, locked, trouble)
+    return RunDirectory(path, status, locked, trouble, untrained)
 
 
 def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
@@ -306,8 +310,7 @@ def _move_aside(path: Path) -> Path:
     """
     path = path.resolve()  # a link may lead to another file system
     name = f"old-{time.strftime('%Y%m%d-%H%M%S')}"
-    # the status last: after a crash the rest would not be recognised as a run without it
-    entries = [path / ours for ours in (*OURS, "status.json") if os.path.lexists(path / ours)]
+    entries = [path / ours for ours in ("status.json", *OURS) if os.path.lexists(path / ours)]
     for place in (path.with_name(f"{path.name}.{name}"), path / name):
         aside, moved = None, list[Path]()
         try:
@@ -315,6 +318,10 @@ def _move_aside(path: Path) -> Path:
             for entry in entries:
                 entry.rename(aside / entry.name)
                 moved.append(entry)
+                if entry.name == "status.json":
+                    # a process that is left of the old run finds another one from here on (`refuse_another_run`); and
+                    # after a crash here the rest is recognised as a run
+                    write_json(entry, {"world_sizes": [], "state": "stopped", "run_id": uuid4().hex})
             return aside
         except OSError as error:
             trouble = error.strerror or str(error)

@@ -15,7 +15,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.memory_checkpoint import step_in
 from ..training import slots
-from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, step_of
+from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, refuse_another_run, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
 ROWS_TIMEOUT = 600.0
@@ -33,15 +33,15 @@ ROWS_TIMEOUT = 600.0
 
 def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
     """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
-    more = {"folder": checkpoints.place, "keep": checkpoints.keep, "keep_best": checkpoints.keep_best}
-    return asdict(checkpoints.manifest(step, metrics, kind)) | more
+    more = {"folder": checkpoints.place, "run_id": checkpoints.run_id, "keep": checkpoints.keep}
+    return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
 
 
 def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
     """The folder that :func:`facts_of` has described."""
     it = manifest_of(dict(facts))
-    folder, keep, keep_best = Path(facts["folder"]), int(facts["keep"]), int(facts["keep_best"])
-    return Checkpoints(folder, keep, it.best_by, it.fingerprint, it.bits_void_from, keep_best, it.keep_every)
+    folder, keep, keep_best, run_id = Path(facts["folder"]), facts["keep"], facts["keep_best"], facts["run_id"]
+    return Checkpoints(folder, keep, it.best_by, it.fingerprint, it.bits_void_from, keep_best, it.keep_every, run_id)
 
 
 def write_rows(
@@ -63,17 +63,18 @@ def write_rows(
         until: the moment until which to wait for a rank that deletes old checkpoints.
 
     Raises:
-        OSError: the disk is full or gone; older checkpoints are untouched.
+        OSError: the disk is full or gone, or another run has begun there; older checkpoints are untouched.
     """
     step, rows = captured["step"], captured["rows"]
     final = checkpoints.folder / f"step-{step:08d}"
     if kind == "snapshot" and (final / MANIFEST).exists():
         return
+    refuse_another_run(checkpoints)
     folder = checkpoints.folder / f".{final.name}.{token}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     name = file_of(rows["rank"], rows["ranks"])
     try:
-        with _written_by_this_process(folder):
+        with folder_locked(folder, FOREVER, fcntl.LOCK_SH):
             _write_once(folder / name, captured, {"kind": kind, "metrics": dict(metrics)}, until)
         publish_if_whole(checkpoints, folder, until)
     except FileNotFoundError:
@@ -95,7 +96,7 @@ def _write_once(path: Path, captured: Mapping[str, Any], info: dict[str, Any], u
                 os.fsync(file.fileno())
                 write_json(piece, asdict(written) | info)
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # as below
+            fcntl.flock(file, fcntl.LOCK_UN)  # else a process that was forked meanwhile keeps it
 
 
 def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FOREVER) -> None:
@@ -139,17 +140,6 @@ def await_writers(checkpoints: Checkpoints) -> None:
         with contextlib.suppress(OSError), folder_locked(folder, until):  # OSError: complete, it has another name now
             publish_if_whole(checkpoints, folder, until)
     clean(checkpoints.folder)
-
-
-@contextlib.contextmanager
-def _written_by_this_process(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a process that was forked meanwhile keeps it
-        os.close(descriptor)
 
 
 def write_slots(descriptors: list[int], until: float) -> None:

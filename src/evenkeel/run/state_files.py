@@ -67,7 +67,7 @@ without names (`training.file_memory`); or none of the values, only that there i
 
 
 def read_state(path: Path, step: int, want: Want) -> dict[str, Any]:
-    """Read the state of a checkpoint's folder; of a sharded run: all its rows, joined. See `checkpoint.unpack`."""
+    """Read the state of a checkpoint's folder; of a sharded run: all its rows, joined. See `checkpoint.load`."""
     parts = read_parts(path, step, in_place=want == "shapes")
     return parts[0] if "rows" not in parts[0] else _joined(parts, want, path.parent)
 
@@ -207,7 +207,7 @@ def clean(folder: Path) -> None:
             old.replace(final)
     if not folder.exists():
         return
-    with folder_locked(folder) as (_, locked):
+    with folder_locked(folder) as locked:
         if locked:  # else a process is writing still, such as one that a keeper has left behind
             for temporary in folder.glob(".step-*.tmp"):
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -17,7 +17,6 @@ from ..common.naming import TEST, in_set
 
 log = logging.getLogger(__name__)
 
-
 ONLY_LOSS: tuple[str, Literal["max", "min"]] = ("loss", "min")
 """What decides which checkpoint is the best, where the loss is the only metric."""
 
@@ -54,6 +53,21 @@ class Stopping:
         self.last_step, self.every, self.best, self.patience = last_step, every, best, patience
         self.decides, self.assumed = decides, assumed and best is not None
         self.history = History()
+
+    @property
+    def best_by(self) -> tuple[str, str] | None:
+        """The metric that counts, by its full name."""
+        return (in_set(self.decides, self.best[0]), self.best[1]) if self.best else None
+
+    def go_on(self, before: tuple[str, str] | None) -> str:
+        """Go on from a checkpoint whose `best_by` this is. Returns a line if another metric decides now, "" if not."""
+        if self.assumed and before == (in_set(self.decides, ONLY_LOSS[0]), ONLY_LOSS[1]):
+            self.best = ONLY_LOSS  # as `check` has found at its start
+        now = self.best_by
+        if not (before and now) or before == now:
+            return ""
+        self.history = History()
+        return f"{now[0]} decides which checkpoint is the best, where {before[0]} did"
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after this step."""
@@ -101,7 +115,7 @@ class Stopping:
     def why(self) -> str:
         """The reason for stopping early, in a line; called for every run that ends."""
         best = "any number" if self.history.best is None else f"{self.history.best:.4f}"
-        name = in_set(self.decides, self.best[0]) if self.best else "metric"
+        name = self.best_by[0] if self.best_by else "metric"
         return f"no better {name} than {best} in {self.history.stale} evaluations"
 
     def state_dict(self) -> dict[str, Any]:

@@ -157,6 +157,12 @@ class Slots:
         """The descriptor of the slot with this step."""
         return next(each for each in self._descriptors if step_in(each) == step)
 
+    def keep_run(self, run_id: str) -> None:
+        """Discard the steps of every other run, such as one that --fresh has moved aside."""
+        for each in self._descriptors:
+            if step_in(each) and read(each)[1]["run_id"] != run_id:
+                clear(each)
+
     def keep_only(self, step: int) -> None:
         """Discard every other step, because the run goes on from this one; 0: from none."""
         for each in self._descriptors:

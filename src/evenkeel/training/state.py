@@ -138,7 +138,7 @@ class State:
 
         Args:
             norm: the gradient's norm, a scalar that is the same on every rank; if not finite, nothing is changed.
-            buffers: new values of the buffers, flat, for each of :attr:`Buffers.groups`.
+            buffers: new values of the buffers, flat, for each of :attr:`Buffers.groups`; a model without any has none.
             loss: the step's loss, for a scaler: an overflow at its scale is not a failure, and only lowers the scale.
 
         Raises:
