@@ -39,6 +39,9 @@ from .tracking import Tracker
 
 log = logging.getLogger(__name__)
 
+SLOWEST = 1e7
+"""Bytes per second that a disk takes at least, or the last checkpoint counts as a hang."""
+
 
 class Ending:
     """Ends a run on every rank. Only :meth:`finish` needs the others; rank 0 records the end."""
@@ -76,7 +79,8 @@ class Ending:
         if not (directory and tracker):
             self._saver.save_last(state, metrics)
             return
-        activity.enter(CHECKPOINT)
+        # without marks, and no other rank waits
+        activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
         early_reason = ""
         if state.step < attempt.plan.total_steps:
             early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
