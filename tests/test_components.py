@@ -18,13 +18,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1624,
+    "common": 1634,
     "config": 593,
     "data": 3130,
     "distributed": 2405,
-    "resilience": 1641,
+    "resilience": 1642,
     "training": 6090,
-    "run": 6690,
+    "run": 6697,
     "tasks": 2224,
     "mirror": 548,
     "launch": 2999,

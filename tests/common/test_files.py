@@ -60,3 +60,9 @@ def test_a_line_is_in_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "lines").read_bytes() == b"one\n"
+
+
+def test_a_line_after_one_that_was_cut_is_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_bytes(b"one\nhal")
+    append_line(tmp_path / "lines", b"two\n")
+    assert (tmp_path / "lines").read_bytes() == b"one\nhal\ntwo\n"

@@ -45,8 +45,9 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: 
 
 def append_line(path: Path, line: bytes) -> None:
     """Append a line to a file, all of it or nothing. Raises OSError, also if the disk is full."""
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
+    with path.open("a+b", buffering=0) as file:
+        if (end := file.tell()) and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            line = b"\n" + line  # after one that a power failure has cut
         if file.write(line) < len(line):
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

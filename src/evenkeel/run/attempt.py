@@ -298,7 +298,7 @@ class Attempt:
 
     def _print_finished(self, status: dict[str, Any]) -> None:
         early = " early" if status.get("stopped_early") else ""
-        self.print(f"{self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
+        self.print(f"{display.near(self.path)}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
 
     def _end_crash_loop(self, status: dict[str, Any]) -> None:
         if status["fruitless"] <= MAX_FRUITLESS:

@@ -6,10 +6,13 @@ only take part in the collectives.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,6 +110,8 @@ class Run:
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
+        run_dir = os.path.abspath(config.run_dir or "")  # noqa: PTH100  (the task may change the working directory)
+        config = replace(config, run_dir=Path(run_dir))
         interruption = interruption or Interruption(config.grace)  # handles signals from here on
         with no_exit():
             # this node's copy of the run; `Attempt.begin` compares those of all nodes
