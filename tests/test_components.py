@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2405,
     "resilience": 1642,
     "training": 6090,
-    "run": 6697,
+    "run": 6713,
     "tasks": 2224,
     "mirror": 548,
     "launch": 2999,

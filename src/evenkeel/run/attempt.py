@@ -28,6 +28,7 @@ from ..distributed.data_parallel import replicas
 from ..distributed.devices import describe, explain_uneven
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
+from ..resilience.interruption import REGROUPING
 from ..training import compilation
 from ..training.cut import Cutter
 from ..training.task import Task
@@ -127,6 +128,15 @@ class Attempt:
         """Unlock the run's folder, for a process that goes on after the run."""
         if self.directory:
             self.directory.release()
+
+    def stopped(self, reason: str) -> None:
+        """Record a stop signal during the start, before there is a state to save. Any thread may call it."""
+        if reason == REGROUPING:
+            return
+        if self.directory and self.directory.begun:
+            with contextlib.suppress(OSError):
+                self.directory.update("stopped", reason=reason, fruitless=0)
+        self.print(f"stopped by {reason} while starting; the same command goes on from here")
 
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]] | None = None) -> bool:
         """Record the start of an attempt on every rank; True if the run is finished already.

@@ -125,6 +125,7 @@ class Run:
             plan = _plan_of(cut_config, sets[TRAINING])
             state = build_state(cut_config, task, world, plan, model, sets)
             attempt = Attempt(config, task, plan, world, sets, cutter)
+            interruption.rescue_with(attempt.stopped)  # until there is a state to save
 
             with closing(attempt), world.connected(*_timeouts(config, state)) as store:
                 finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
