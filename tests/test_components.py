@@ -18,13 +18,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1600,
+    "common": 1635,
     "config": 593,
     "data": 3130,
     "distributed": 2394,
-    "resilience": 1642,
+    "resilience": 1643,
     "training": 6101,
-    "run": 6691,
+    "run": 6729,
     "tasks": 2221,
     "mirror": 548,
     "launch": 2999,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import resource
+import signal
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 
-from evenkeel.common.files import append_line, lock
+from evenkeel.common.files import FROZEN, append_line, folder_locked, lock
+
+FORK = multiprocessing.get_context("fork")
 
 
 def test_a_lock_is_held_until_its_file_is_closed(tmp_path: Path) -> None:
@@ -23,6 +29,27 @@ def test_a_lock_is_held_until_its_file_is_closed(tmp_path: Path) -> None:
         assert lock(other)
 
 
+def hold(folder: Path, locked: Event, seconds: float) -> None:
+    with folder_locked(folder):
+        locked.set()
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_who_waits_for_a_folder_waits_longer_if_its_holder_is_slow_and_not_frozen(tmp_path: Path, frozen: bool) -> None:
+    holder = FORK.Process(target=hold, args=(tmp_path, begun := FORK.Event(), 60 if frozen else FROZEN + 1))
+    holder.start()
+    begun.wait()
+    if frozen:
+        os.kill(holder.pid or 0, signal.SIGSTOP)
+    with folder_locked(tmp_path) as locked:
+        assert not locked, "it does not wait at all"
+    with folder_locked(tmp_path, time.monotonic() + 1) as locked:
+        assert locked != frozen
+    holder.kill()
+    holder.join()
+
+
 def test_a_line_is_in_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
     append_line(tmp_path / "lines", b"one\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -33,3 +60,9 @@ def test_a_line_is_in_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "lines").read_bytes() == b"one\n"
+
+
+def test_a_line_after_one_that_was_cut_is_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_bytes(b"one\nhal")
+    append_line(tmp_path / "lines", b"two\n")
+    assert (tmp_path / "lines").read_bytes() == b"one\nhal\ntwo\n"

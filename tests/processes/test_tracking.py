@@ -12,13 +12,26 @@ from pathlib import Path
 import pytest
 import yaml
 
+from evenkeel.resilience.interruption import STOPPED
 from tests.run.test_trackers import scalars
 from tests.run.test_tracking import (
     KEY,
     no_credentials,  # noqa: F401  (a fixture, for all tests)
 )
 from tests.support.components import has
-from tests.support.processes import ROOT, TRAIN, evenkeel, finish, kill_group, read, records, run, start
+from tests.support.processes import (
+    ROOT,
+    TRAIN,
+    evenkeel,
+    finish,
+    kill_group,
+    read,
+    records,
+    run,
+    start,
+    stop,
+    wait_until,
+)
 from tests.support.small_runs import wait_for_step
 
 
@@ -125,6 +138,16 @@ def test_a_server_that_does_not_answer_costs_seconds_and_no_secret(tmp_path: Pat
     assert read(run_dir)["seconds"] < 60, "and wandb's own patience is 90"
     assert files_with(KEY, tmp_path) == []
     assert KEY not in done.stdout + done.stderr
+
+
+def test_a_run_that_is_stopped_while_wandb_starts_may_start_with_other_options(tmp_path: Path) -> None:
+    run_dir, home = tmp_path / "run", {"HOME": str(tmp_path)}
+    started = start([*job(run_dir, 3, "offline"), "--seed", "1"], cwd=tmp_path, env=home)
+    wait_until((run_dir / "logs" / "attempt-0001" / "rank-0.log").exists, "the start")
+    done = stop(started, signal.SIGINT, expect=STOPPED)
+    assert "stopped by SIGINT" in done.stdout
+    assert read(run_dir, "status.json")["state"] == "stopped"
+    run([*job(run_dir, 3, "disabled"), "--seed", "2"], cwd=tmp_path)
 
 
 def test_killed_and_resumed_each_tracker_has_each_step_once_and_the_names_of_metrics_jsonl(tmp_path: Path) -> None:

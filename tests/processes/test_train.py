@@ -50,6 +50,27 @@ def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp
     assert weights_of(run_dir) == weights_of(aside), "the same command gives the same weights"
 
 
+def test_a_run_stays_in_its_folder_whatever_folder_the_task_goes_to(tmp_path: Path) -> None:
+    (there := tmp_path / "there").mkdir()
+    task = runs.own_task(
+        tmp_path,
+        f"""
+        def train_dataset(self):
+            os.chdir({str(there)!r})
+            return super().train_dataset()
+
+        def metrics(self, model, batch):
+            os.chdir("/")
+            return super().metrics(model, batch)
+        """,
+    )
+    for words in ("step 3/3 ", "runs/own: finished at step 3; --fresh starts over"):
+        command = [TRAIN, *job(Path("runs/own"), "--max-steps", 3, "--checkpoint-every", 1, "--task", task)]
+        assert words in checked(finish(fork(*command, cwd=tmp_path, env=runs.OWN)), 0).stdout
+    assert {"metrics.jsonl", "model.pt", "checkpoints"} <= {path.name for path in (tmp_path / "runs/own").iterdir()}
+    assert not [*there.iterdir()]
+
+
 def unfit_state(run_dir: Path) -> Path:
     """A run of two steps whose checkpoint has another shape than the model; returns the checkpoint."""
     run_forked(TRAIN, *job(run_dir, "--max-steps", 2, "--schedule", "constant"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, finish, read, start, torchrun, wait_until_gone
+from tests.support.processes import TRAIN, finish, fork_ranks, read, start, torchrun, wait_until_gone
 from tests.support.small_runs import job, keepers_of, saved_step, starts, told_step, wait_for_start, wait_for_step
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
@@ -87,6 +87,15 @@ def test_a_signal_to_torchrun_or_a_launcher_saves_the_last_step_once_and_leaves_
     assert status["state"] == "stopped"
     assert status["reason"] == number.name or command == torchrun(2, TRAIN), "torchrun sends SIGTERM for any"
     assert saved_step(run_dir) >= told_step(run_dir), "no finished step is lost"
+
+
+@pytest.mark.slow
+def test_a_slow_disk_gets_the_last_step_once_and_so_within_the_grace(tmp_path: Path) -> None:
+    """If the other ranks begin to write too after half of --grace, no copy is whole in time."""
+    run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 9)
+    words = job(run_dir, *RARE, "--pause", 0.2, "--grace", 12, "--task", task)
+    assert runs.signal_ranks_at(3, run_dir, fork_ranks(3, TRAIN, *words), TERM) == [75] * 3
+    assert saved_step(run_dir) >= told_step(run_dir)
 
 
 @pytest.mark.slow

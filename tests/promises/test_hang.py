@@ -49,6 +49,23 @@ def test_a_frozen_rank_is_named_and_the_bits_are_the_same(run_dir: Path, undistu
         assert read(run_dir)["ledger"]["dead"] > 5, "a hang is not productive"
 
 
+LARGE = """
+def model(self):
+    import torch
+    made = super().model()
+    made.large = torch.nn.Parameter(torch.zeros(15_000_000), requires_grad=False)
+    return made
+"""
+
+
+@pytest.mark.slow
+def test_the_last_checkpoint_may_take_longer_than_the_hang_timeout(tmp_path: Path) -> None:
+    """As long as a slow disk takes for its size."""
+    task = runs.slow_disk(tmp_path, 8, LARGE)
+    runs.trained(1, job(tmp_path / "run", *RARE, "--hang-timeout", 5, "--task", task))
+    assert len(starts(tmp_path / "run")) == 1
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_in_its_data_says_so_itself(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = job(run_dir, "--checkpoint-every", 0, "--hang-timeout", 5, "--stick-at", 20)

@@ -176,6 +176,27 @@ def own_task(folder: Path, body: str = "pass", before: str = "") -> str:
     return f"{folder / 'own.py'}:Own"
 
 
+SLOW_DISK = """
+import fcntl
+fsync = os.fsync
+
+def slowly(file):
+    for _ in range({slices} * os.readlink(f"/proc/self/fd/{{file}}").endswith("/state.pt")):
+        with open({disk!r}, "a") as disk:
+            fcntl.flock(disk, fcntl.LOCK_EX)
+            time.sleep(0.1)
+        time.sleep(0.001)
+    fsync(file)
+
+os.fsync = slowly
+"""
+
+
+def slow_disk(folder: Path, seconds: float, body: str = "pass") -> str:
+    """As `own_task`; the disk takes a state in so many seconds, or several at once in as many times as long."""
+    return own_task(folder, body, SLOW_DISK.format(slices=round(10 * seconds), disk=str(folder / "disk")))
+
+
 class Records:
     """Folders for what the attempts of a run write down, by a link: the option that names the folder is the run's."""
 

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import lose_stdout
@@ -65,6 +66,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """The rows of a table as lines, with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def near(path: Path) -> Path:
+    """A path as it was typed, perhaps: relative to the working directory, if it is below that."""
+    with contextlib.suppress(OSError, ValueError):  # the working directory is gone; or is another one
+        return path.relative_to(Path.cwd())
+    return path
 
 
 def say(text: str, to_stderr: bool = False) -> None:

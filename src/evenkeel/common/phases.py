@@ -59,14 +59,16 @@ class Activity:
         """The part of the phase, for the display."""
         self.changes = 0
         """Marks so far. If this does not change, the process is stuck."""
+        self.patience = 0.0
+        """Seconds that the phase may take without a mark, if they are more than --hang-timeout."""
         self._since = time.monotonic() - (_age() if age is None else age)
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    def enter(self, phase: str, detail: str = "") -> None:
+    def enter(self, phase: str, detail: str = "", patience: float = 0.0) -> None:
         """Mark the start of a phase, or of the next part of the same one."""
         now = time.monotonic()
         self._seconds[self._account()] += now - self._since
-        self.phase, self.detail, self._since = phase, detail, now
+        self.phase, self.detail, self.patience, self._since = phase, detail, patience, now
         self.changes += 1
 
     @contextmanager

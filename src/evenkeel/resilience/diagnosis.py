@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 
 from ..common import keeper_link
-from ..common.display import say
+from ..common.display import near, say
 from ..common.processes import stat
 from . import flight_recorder
 from .beats import Beat, Outlook, beat_now, blamed, describe
@@ -54,7 +54,7 @@ class Diagnosis:
     def explain(self) -> str:
         """Return which rank is where, once the thread knows; the lowest live rank prints it."""
         self._thread.join(STORE_TIMEOUT + 3 * self._watch.interval)
-        text = f"no progress for {self._watch.timeout:g} s: {self.outlook.where}; stacks are in {self._logs}"
+        text = f"no progress for {self._watch.timeout:g} s: {self.outlook.where}; stacks are in {near(self._logs)}"
         if self._world.rank == self.outlook.lowest:
             say(f"evenkeel: {text}", to_stderr=True)
         return text

@@ -140,7 +140,8 @@ class Watch:
             if self._stopped.is_set():
                 faulthandler.cancel_dump_traceback_later()  # this thread may have set it after `end`
                 return
-            if activity.changes != changes or _compiles():
+            patient = _compiles() or activity.seconds_in_phase() < activity.patience
+            if activity.changes != changes or patient:
                 changes, idle = activity.changes, 0.0
                 with contextlib.suppress(OSError):
                     # if even this thread cannot run, faulthandler writes the stacks without Python

@@ -26,6 +26,7 @@ import torch
 
 from ..common import keeper_link
 from ..common.arguments import flag
+from ..common.display import near
 from ..common.errors import Ended, Refusal
 from ..common.phases import START_UP, activity
 from ..config import Config, differences, saved_options
@@ -36,6 +37,7 @@ from ..distributed.data_parallel import replicas
 from ..distributed.devices import describe, explain_uneven
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
+from ..resilience.interruption import REGROUPING
 from ..training import compilation
 from ..training.cut import Cutter
 from ..training.task import Task
@@ -145,6 +147,15 @@ class Attempt:
         if self._directory:
             tracking.say(text)
 
+    def stopped(self, reason: str) -> None:
+        """Record a stop signal during the start, before there is a state to save. Any thread may call it."""
+        if reason == REGROUPING:
+            return
+        if self._directory and self._directory.begun:
+            with contextlib.suppress(OSError):
+                self._directory.update("stopped", reason=reason, fruitless=0)
+        self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
+
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]]) -> bool:
         """Record the start of an attempt on every rank; True if the run is finished already.
 
@@ -168,7 +179,9 @@ class Attempt:
         self.checkpoints.run_id = status.get("run_id", "")
         if self._finished(status):
             early = " early" if status.get("stopped_early") else ""
-            self.say(f"evenkeel: {self.path}: finished{early} at step {status.get('step', 0)}; --fresh starts over")
+            self.say(
+                f"evenkeel: {near(self.path)}: finished{early} at step {status.get('step', 0)}; --fresh starts over"
+            )
             return True
         uneven_warning = self._start_logging(status, warning)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
@@ -223,8 +236,10 @@ class Attempt:
     def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
         if before.fresh and (aside := directory.start_over(before.tokens)):
-            moved = f"--fresh: the run that was in {self.path} is now in {aside}"
-            self.say(f"evenkeel: {f'nothing was trained in {aside}; starting again' if aside == self.path else moved}")
+            moved = f"--fresh: the run that was in {near(self.path)} is now in {near(aside)}"
+            self.say(
+                f"evenkeel: {f'nothing was trained in {near(aside)}; starting again' if aside == self.path else moved}"
+            )
         if not directory.attempts and not before.begins:
             directory.status = before.newest  # rank 0 is new here, but another node may know the run
         status = directory.status

@@ -35,7 +35,7 @@ from ..common.files import folder_locked, read_json, sha256_of, sync_folder, wri
 from ..common.naming import TEST, full_name, named
 from .state_files import STATE as STATE
 from .state_files import Damaged as Damaged
-from .state_files import Want, WrittenFile, clean, dump, read_state, replaced, set_aside, state_files
+from .state_files import Want, WrittenFile, clean, clean_locked, dump, read_state, replaced, set_aside, state_files
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,9 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self.locked(time.monotonic() + LOCK_TIMEOUT):
+        with self.locked(time.monotonic() + LOCK_TIMEOUT) as alone:
+            if alone:  # or ranks that are killed while they save, and start again from memory, fill the disk
+                clean_locked(self.folder)
             return self._write(state, metrics, "checkpoint")
 
     def save_if_new(
@@ -159,16 +161,16 @@ class Checkpoints:
                 self._delete(path)
 
     @contextlib.contextmanager
-    def locked(self, until: float) -> Iterator[None]:
-        """Lock out other writers, but wait for them only until a moment: a frozen one must not stop the others.
+    def locked(self, until: float) -> Iterator[bool]:
+        """Lock out other writers, but wait for frozen ones only until a moment; yields whether there is no other.
 
-        Two at once only cost space: each writes under its own name and gives up if the other was faster. Raises OSError
-        as :func:`refuse_another_run`.
+        Two at once only cost time and space: each writes under its own name and gives up if the other was faster.
+        Raises OSError as :func:`refuse_another_run`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with folder_locked(self.folder, until):
+        with folder_locked(self.folder, until) as alone:
             refuse_another_run(self)
-            yield
+            yield alone
 
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
         step = state["step"]

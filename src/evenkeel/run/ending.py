@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..common import keeper_link
+from ..common.display import near
 from ..common.errors import FAILED, Ended, Refusal, Unfit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory
@@ -38,6 +39,9 @@ from .step_log import StepLog
 from .tracking import Tracker
 
 log = logging.getLogger(__name__)
+
+SLOWEST = 1e7
+"""Bytes per second that a disk takes at least, or the last checkpoint counts as a hang."""
 
 
 class Ending:
@@ -75,7 +79,8 @@ class Ending:
         if not lead:
             self._saver.save_last(state, metrics)
             return
-        activity.enter(CHECKPOINT)
+        # without marks, and no other rank waits
+        activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
         early_reason = ""
         if state.step < attempt.plan.total_steps:
             early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
@@ -136,7 +141,7 @@ class Ending:
             took += f", and was down for {dead:.0f} s more (no process, or a hang)"
         took += f", {why}" if why else ""
         result = f": {shown(metrics)}" if metrics else ""
-        self._attempt.say(f"evenkeel: finished in {took}{result}  -> {self._attempt.path / 'model.pt'}")
+        self._attempt.say(f"evenkeel: finished in {took}{result}  -> {near(self._attempt.path) / 'model.pt'}")
         tracker.send(self._state.step, self._best(metrics))
         tracker.close()
 
@@ -220,7 +225,7 @@ class Ending:
         self._record_end("failed", reason_of(error), FAILED, **facts)
         self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
-            command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(self._attempt.path))}"
+            command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(near(self._attempt.path)))}"
             self._attempt.say(f"evenkeel: to look into that step: {command} --step {self._state.step + 1}")
         return saved
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ..common.display import say
+from ..common.display import near, say
 from ..common.files import unused, write_atomically
 from ..common.phases import CHECKPOINT, activity
 from ..config import Config, profile_window
@@ -129,7 +129,7 @@ class Profiler:
         text = operators(averages, KEPT).encode()
         write_atomically(self.folder / "operators.txt", lambda file: file.write(text))
         with contextlib.suppress(OSError):  # a pipe that is gone
-            say(f"{operators(averages, SHOWN)}evenkeel: traces are in {self.folder}")
+            say(f"{operators(averages, SHOWN)}evenkeel: traces are in {near(self.folder)}")
 
 
 def _stamps(world: World) -> list[int]:

@@ -12,10 +12,13 @@ only take part in the collectives. A `Run` connects its parts, and computes noth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,6 +117,8 @@ class Run:
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
+        run_dir = os.path.abspath(config.run_dir or "")  # noqa: PTH100  (the task may change the working directory)
+        config = replace(config, run_dir=Path(run_dir))
         interruption = interruption or Interruption(config.grace)  # handles signals from here on
         with no_exit():
             # this node's copy of the run; `Attempt.begin` compares those of all nodes
@@ -127,6 +132,7 @@ class Run:
             plan = _plan_of(cut_config, sets[TRAINING])
             state = build_state(cut_config, task, world, plan, model, sets)
             attempt = Attempt(config, task, plan, world, sets, cutter)
+            interruption.rescue_with(attempt.stopped)  # until there is a state to save
 
             with closing(attempt), world.connected(*_timeouts(config, state)) as store:
                 finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))

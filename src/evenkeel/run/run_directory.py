@@ -97,6 +97,11 @@ class RunDirectory:
         return len(self.status.get("world_sizes", []))
 
     @property
+    def begun(self) -> bool:
+        """Whether this attempt is recorded."""
+        return bool(self._options)
+
+    @property
     def fruitless(self) -> int:
         """Consecutive starts, including the present one, without a finished step."""
         return int(self.status.get("fruitless", 0))

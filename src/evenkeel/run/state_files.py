@@ -200,17 +200,21 @@ def replaced(folder: Path) -> dict[Path, Path]:
 
 def clean(folder: Path) -> None:
     """Delete what a kill in the middle of a save has left in a folder of checkpoints, or finish it."""
+    if folder.exists():
+        with folder_locked(folder) as locked:
+            if locked:  # else a process is writing still, such as one that a keeper has left behind
+                clean_locked(folder)
+
+
+def clean_locked(folder: Path) -> None:
+    """As :func:`clean`, by a process that has locked the folder."""
     for old, final in replaced(folder).items():
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.replace(final)
-    if not folder.exists():
-        return
-    with folder_locked(folder) as locked:
-        if locked:  # else a process is writing still, such as one that a keeper has left behind
-            for temporary in folder.glob(".step-*.tmp"):
-                shutil.rmtree(temporary, ignore_errors=True)
+    for temporary in folder.glob(".step-*.tmp"):
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def set_aside(path: Path, damage: object) -> None:

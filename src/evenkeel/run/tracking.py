@@ -112,7 +112,8 @@ class Tracker:
         self.event("start", step, attempt=self.attempt, world_size=self.world_size)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
-        say(f"{attempt}{count_ranks(self.world_size)}, step {step}/{self.plan.total_steps} -> {self.path}")
+        place = display.near(self.path)
+        say(f"{attempt}{count_ranks(self.world_size)}, step {step}/{self.plan.total_steps} -> {place}")
         if self._display:
             self._display.begin(self.plan)
 
