@@ -167,6 +167,33 @@ def test_a_buffer_that_the_state_would_lose_ends_the_first_step(way: str, expect
     assert expected in str(ended and ended.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [
+        (lambda own, other: other.lerp_(own, 0.5), 1),  # in the first step it is still the copy that it began as
+        (lambda own, other: setattr(other, "data", other.lerp(own, 0.5)), 1),
+        (lambda own, other: nn.functional.embedding(torch.tensor([0]), other, max_norm=0.1), 0),
+        (lambda own, other: own.norm(), 2),
+    ],
+)
+def test_a_loss_that_changes_weights_ends_the_run(change: Callable[[Any, Any], object], steps: int) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            change(model[0].weight, model[1].weight)
+        return (model[0](batch) - model[1](batch)).mean()
+
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False).requires_grad_(False)])
+    model[1].load_state_dict(model[0].state_dict())
+    state, plan = State(model, [SGD(model[0].parameters(), lr=0.1)]), Plan(4, global_batch=4, micro_batch=2, epochs=2)
+    learner = DistributedLoss(loss, state, ALONE, plan)
+    with pytest.raises(Ended) if steps < 2 else nullcontext() as ended:
+        for step in range(2):
+            passes(learner, step, plan.micro_batches(step), [torch.ones(2, 2)] * 2)
+            learner.step()
+    assert state.step == steps
+    assert ended is None or "forward() changes the weights of 1.weight: each rank would" in str(ended.value)
+
+
 def test_complex_parameters_and_sparse_buffers_are_refused_where_they_learn() -> None:
     complex_one = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     for model, expected in (
