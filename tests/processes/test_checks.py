@@ -94,6 +94,7 @@ OUTSIDE = "something other than rates() sets a learning rate, perhaps a schedule
     ("task", "expected"),
     [
         ("UnknownBest", [NO_BEST]),
+        ("Evaluating", ["evaluation mode of 0: no dropout, and BatchNorm's statistics do not move, although"]),
         ("Scheduled", ["no optimizer has bias: they will not change", OUTSIDE]),
         *((task, []) for task in ("NoBest", "Usual", "UsualBest", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],
