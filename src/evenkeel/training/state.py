@@ -158,14 +158,14 @@ class State:
             for optimizer in self.optimizers:
                 step_unless(skip, optimizer)
             self.buffers.commit(buffers, skip_on)
-            if self.average:
-                self.average.update(self.step + 1, nonfinite)
             if self.scaler and overflow is not None:
                 self.scaler.update(overflow, ~nonfinite)
             if self.schedulers:
                 self.schedulers.commit(nonfinite)
             if self.task_state and not skip:
-                self.task_state.commit(self.model, self.step + 1)
+                self.task_state.commit(self.model, self.step + 1)  # it may change the weights, which are averaged then
+            if self.average:
+                self.average.update(self.step + 1, nonfinite)
             self.step += 1
         self._verdict.ask(failed)
         if self._verdict.known:
