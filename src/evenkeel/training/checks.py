@@ -84,7 +84,7 @@ def check_buffers(model: nn.Module, live: Mapping[str, Tensor], committed: Mappi
         live: its buffers by name, as they were before the first step.
         committed: their values then.
     """
-    now = dict(model.named_buffers())
+    now = dict(model.named_buffers(remove_duplicate=False))
     for name, buffer in live.items():
         found = now.get(name)
         if found is not None and found.shape != committed[name].shape:
