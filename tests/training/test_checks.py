@@ -20,6 +20,7 @@ from evenkeel.common.errors import Ended, EndedByData, Refusal
 from evenkeel.common.memory import is_out_of_memory
 from evenkeel.data.batch import explain_samples
 from evenkeel.data.plan import Plan
+from evenkeel.data.sampler import Step
 from evenkeel.training.checks import (
     check_metrics,
     check_model,
@@ -192,6 +193,20 @@ def test_a_loss_that_changes_weights_ends_the_run(change: Callable[[Any, Any], o
             learner.step()
     assert state.step == steps
     assert ended is None or "forward() changes the weights of 1.weight: each rank would" in str(ended.value)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_loop_passes_each_micro_batch_backward_once(calls: int) -> None:
+    """loss.backward() would not weight the micro-batch; a second pass would not be reduced over the ranks."""
+    plan, state = Plan(4, global_batch=4, micro_batch=2, epochs=1), State(nn.Linear(2, 1), [])
+    learner = DistributedLoss(lambda network, batch: network(batch).mean(), state, ALONE, plan)
+    stream = learner.micro_batches(Step(0, plan.micro_batches(0), iter([torch.ones(2, 2)] * 2)))
+    batch = next(stream)
+    for loss in [learner(batch) for _ in range(calls)]:
+        learner.backward(loss)
+    learner(batch).backward()
+    with pytest.raises(Ended, match=rf"^model.backward\(loss\) was called {calls} times for a micro-batch: call it"):
+        next(stream)
 
 
 def test_complex_parameters_and_sparse_buffers_are_refused_where_they_learn() -> None:

@@ -232,6 +232,14 @@ def checked_loss(loss: Any, trains: bool = True, of: str = "loss()") -> Tensor:
     return loss
 
 
+def wrong_backward(calls: int) -> EndedHere:
+    """The error for a loop of the user's own that does not pass each micro-batch to `DistributedLoss.backward` once."""
+    return EndedHere(
+        f"model.backward(loss) was called {calls} times for a micro-batch: call it once, with the sum of its losses, "
+        "in place of loss.backward(), whose gradient would grow with the number of micro-batches"
+    )
+
+
 def missing_gradients(model: nn.Module) -> EndedHere:
     """The error for a step in which parameters got no gradient.
 

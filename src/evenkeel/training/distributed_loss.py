@@ -33,7 +33,7 @@ from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
-from .checks import bit_sums, check_dense, check_weights, explain, missing_gradients, same_parts
+from .checks import bit_sums, check_dense, check_weights, explain, missing_gradients, same_parts, wrong_backward
 from .loss import Loss, LossFunction
 from .oom import note_batch
 from .optimization import clip_grad_norm
@@ -118,7 +118,7 @@ class DistributedLoss:
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._batch: Any = None
-        self._steps, self._weights_before = 0, list[int]()
+        self._steps, self._weights_before, self._backward_calls = 0, list[int](), 0
         self._samples, self._weight, self._last = 0, 0.0, False
         self._contribution = torch.zeros(())  # of the micro-batch to the step's mean loss
         self._part_values: Tensor | None = None  # of the micro-batch's loss, if it has named parts
@@ -160,6 +160,8 @@ class DistributedLoss:
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
                 with nullcontext() if self._last else self._no_reduction():
                     yield placed
+                if self._backward_calls != 1:
+                    raise wrong_backward(self._backward_calls)
                 collected = self._collect()
                 # with --shard an idle rank repeats another's micro-batch, which must not count twice
                 if not self.reduction.repeats(micro_batch.id):
@@ -195,7 +197,7 @@ class DistributedLoss:
 
     def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers. Returns its batch on the device."""
-        self._batch, self._samples = batch, micro_batch.size
+        self._batch, self._samples, self._backward_calls = batch, micro_batch.size, 0
         activity.enter(COMPUTING)
         seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
         placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
@@ -251,6 +253,7 @@ class DistributedLoss:
         The last micro-batch's pass also reduces the gradients over all ranks.
         """
         self._arrivals.mark(FORWARD)
+        self._backward_calls += 1
         factor = self._gradient_factor(loss)
         if self._last:
             activity.enter(REDUCTION)
