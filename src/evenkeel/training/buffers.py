@@ -102,7 +102,8 @@ class Group:
     def finite(self) -> Tensor:
         """The committed values, from which changes count, in the wide dtype; 0 for infinite ones (of a mask, or where a
         running minimum begins): inf - inf is NaN."""
-        return torch.where(self.committed.isfinite(), self.committed.to(self.wide), 0)
+        values = self.committed.to(self.wide)
+        return torch.where(values.isfinite(), values, 0)
 
 
 def _flat(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
