@@ -195,6 +195,28 @@ def test_a_loss_that_changes_weights_ends_the_run(change: Callable[[Any, Any], o
     assert ended is None or "forward() changes the weights of 1.weight: each rank would" in str(ended.value)
 
 
+def test_numbers_that_a_loss_changes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Annealed:
+        def __init__(self) -> None:
+            self.passes, self.baseline, self.unchanged = 0, torch.zeros(()), 5
+
+        def loss(self, model: Any, batch: Any) -> Any:
+            self.passes += 1
+            self.cached = 1  # not there before the first step
+            model.seen += len(batch)
+            loss = model(batch).mean()
+            self.baseline = self.baseline + loss.detach()
+            return loss
+
+    model, plan = nn.Linear(2, 1), Plan(4, global_batch=4, micro_batch=2, epochs=4)
+    model.seen = 0  # type: ignore[assignment]
+    learner = DistributedLoss(Annealed().loss, State(model, []), ALONE, plan)
+    for step in range(4):
+        passes(learner, step, plan.micro_batches(step), [torch.ones(2, 2)] * 2)
+    (line,) = (record.message for record in caplog.records)
+    assert line.startswith("loss() changes self.passes, self.baseline, model.seen: no checkpoint has that number")
+
+
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_loop_passes_each_micro_batch_backward_once(calls: int) -> None:
     """loss.backward() would not weight the micro-batch; a second pass would not be reduced over the ranks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -96,24 +96,6 @@ def check_buffers(model: nn.Module, live: Mapping[str, Tensor], committed: Mappi
             raise EndedHere(
                 f"the model's buffer {name} is replaced by another tensor in training, which is not saved: change it "
                 "in place (copy_, add_)"
-            )
-
-
-def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
-    """For each tensor the sum of its bits as integers, by which a change is found."""
-    octets = [it.detach().flatten().view(torch.uint8) for it in tensors]
-    words = [len(it) % 8 == 0 == it.storage_offset() % 8 for it in octets]  # ten times as fast
-    return [int((it.view(torch.int64) if whole else it).sum()) for it, whole in zip(octets, words, strict=True)]
-
-
-def check_weights(names: Mapping[Tensor, str], before: Sequence[int]) -> None:
-    """Check that a step's passes have changed none of these weights, whose `bit_sums` were ``before``."""
-    for name, then, now in zip(names.values(), before, bit_sums(names), strict=True):
-        if then != now:
-            raise EndedHere(
-                f"loss() or the model's forward() changes the weights of {name}: each rank would change its own, as "
-                "often as it has micro-batches; change them in after_step(model, step, losses), also what max_norm of "
-                "an Embedding does, and start over with --fresh"
             )
 
 

@@ -33,11 +33,12 @@ from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
-from .checks import bit_sums, check_dense, check_weights, explain, missing_gradients, same_parts, wrong_backward
+from .checks import check_dense, explain, missing_gradients, same_parts, wrong_backward
 from .loss import Loss, LossFunction
 from .oom import note_batch
 from .optimization import clip_grad_norm
 from .shares import Shares
+from .side_effects import SideEffects
 from .state import State
 from .whole_batch import WholeBatch
 
@@ -118,7 +119,7 @@ class DistributedLoss:
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._batch: Any = None
-        self._steps, self._weights_before, self._backward_calls = 0, list[int](), 0
+        self._side_effects, self._backward_calls = SideEffects(state, loss), 0
         self._samples, self._weight, self._last = 0, 0.0, False
         self._contribution = torch.zeros(())  # of the micro-batch to the step's mean loss
         self._part_values: Tensor | None = None  # of the micro-batch's loss, if it has named parts
@@ -141,9 +142,8 @@ class DistributedLoss:
         rank has the gradient of the global batch in ``.grad``.
         """
         self.state.clear_gradients()
-        self._loss.step, self._steps = step.number, self._steps + 1
-        looks = self._steps & (self._steps - 1) == 0 and not self.state.sharding  # in steps 1, 2, 4, 8, ...
-        self._weights_before = bit_sums(self.state.names) if looks else []
+        self._loss.step = step.number
+        self._side_effects.begin()
         self._collected, self._await_total, self._total = Fold(Tensor.add_), None, None
         counts = self._proportions.counts if self._proportions else ()
         shares = self.plan.shares(step.number, self.world.world_size, counts)
@@ -187,8 +187,7 @@ class DistributedLoss:
         if not step.micro_batches and self.reduction.hooked:
             self.module(None).backward()  # an idle rank's exact zero, see `Loss`
         self.reduction.end()
-        if self._weights_before:
-            check_weights(self.state.names, self._weights_before)
+        self._side_effects.check()
         if not (self._unused or self._has_all()):
             raise missing_gradients(self._network)
         if self._part_names is None:  # once
