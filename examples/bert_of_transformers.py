@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=2 train.py --task examples/bert_of_transformers.py:Bert --epochs 10 --lr 2e-3
 
 `--lora 4` learns adapters of that rank and the last layer only (peft); the rest is frozen. In a job of your own the
-network would come from `from_pretrained`.
+network would come from `from_pretrained(...).train()`.
 """
 
 from dataclasses import dataclass

@@ -13,6 +13,7 @@ from tests.support.small_runs import ODD_TASKS, failed, odd_job, refusal, the_li
 
 WRONG = [
     ("Frozen", 2, "model() returned a Linear without a parameter that requires a gradient (requires_grad is False for"),
+    ("Doubled", 2, "--validation: train_dataset() has 26 samples and unchanged_train_dataset() 13, so a part of"),
     ("Sparse", 2, "the model is an Embedding with sparse=True, and ranks add up dense gradients only: leave"),
     ("SparseLoss", 1, "a gradient is sparse, and ranks add up dense gradients only"),
     ("ItemLoss", 1, "loss() returned a float: it must return one scalar tensor; leave out .item() or float()"),
@@ -48,7 +49,8 @@ WRONG = [
 @pytest.mark.parametrize(("task", "code", "expected"), WRONG)
 def test_a_task_that_cannot_be_trained_is_told_in_a_line(tmp_path: Path, task: str, code: int, expected: str) -> None:
     workers = int(task == "ManySizes")  # its line comes out of a loader process
-    assert expected in refusal(odd_job(task, tmp_path / "run", "--num-workers", workers), code)
+    more = ["--num-workers", workers, "--validation", 0.5 if task == "Doubled" else 0]
+    assert expected in refusal(odd_job(task, tmp_path / "run", *more), code)
     if code == 2:
         assert not (tmp_path / "run" / "status.json").exists(), "nothing has been touched"
     else:
@@ -92,6 +94,7 @@ OUTSIDE = "something other than rates() sets a learning rate, perhaps a schedule
     ("task", "expected"),
     [
         ("UnknownBest", [NO_BEST]),
+        ("Evaluating", ["evaluation mode of 0: no dropout, and BatchNorm's statistics do not move, although"]),
         ("Scheduled", ["no optimizer has bias: they will not change", OUTSIDE]),
         *((task, []) for task in ("NoBest", "Usual", "UsualBest", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],

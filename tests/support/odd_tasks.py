@@ -102,6 +102,11 @@ UnknownBest = odd("UnknownBest", best=("error", "min"))
 NoBest = odd("NoBest", best=None)
 
 # the network and who trains it
+Evaluating = odd(  # a part of it in evaluation mode, as from_pretrained() returns it
+    "Evaluating",
+    model=lambda task: nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Dropout()).eval(), nn.Linear(4, 2).eval()),
+)
+Doubled = odd("Doubled", unchanged_train_dataset=Usual.train_dataset, train_dataset=lambda task: range(26))
 Sparse = odd("Sparse", model=lambda task: nn.Embedding(13, 2, sparse=True))
 Frozen = odd("Frozen", model=lambda task: nn.Linear(3, 2).requires_grad_(False))
 NoModule = odd("NoModule", model=lambda task: torch.zeros(3))

@@ -103,3 +103,16 @@ def test_flags_and_small_counts_go_up_and_down() -> None:
     buffers.commit(buffers.moved_by(changes), GOOD)
     assert live["seen"].tolist() == [False, True]
     assert live["small"].tolist() == [3, 255]
+
+
+def test_what_begins_infinite_becomes_the_mean_of_the_micro_batches() -> None:
+    """As the minimum and the maximum of an observer, for quantisation."""
+    live = {"least": torch.tensor([float("inf")] * 2), "most": torch.tensor(-float("inf"), dtype=torch.float16)}
+    buffers, changes = Buffers(live), []
+    for least, weight in ((1.0, 0.25), (5.0, 0.75)):
+        live["least"][0] = least
+        live["most"].fill_(2 * least)
+        changes.append(torch.cat(buffers.take_changes(weight)))
+    buffers.commit(buffers.moved_by(changes[0] + changes[1]), GOOD)
+    assert live["least"].tolist() == [4, float("inf")]
+    assert live["most"] == 8

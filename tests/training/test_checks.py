@@ -20,6 +20,7 @@ from evenkeel.common.errors import Ended, EndedByData, Refusal
 from evenkeel.common.memory import is_out_of_memory
 from evenkeel.data.batch import explain_samples
 from evenkeel.data.plan import Plan
+from evenkeel.data.sampler import Step
 from evenkeel.training.checks import (
     check_metrics,
     check_model,
@@ -165,6 +166,69 @@ def test_a_buffer_that_the_state_would_lose_ends_the_first_step(way: str, expect
         learner.step()
     assert state.step == (not expected)
     assert expected in str(ended and ended.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [
+        (lambda own, other: other.lerp_(own, 0.5), 1),  # in the first step it is still the copy that it began as
+        (lambda own, other: setattr(other, "data", other.lerp(own, 0.5)), 1),
+        (lambda own, other: nn.functional.embedding(torch.tensor([0]), other, max_norm=0.1), 0),
+        (lambda own, other: own.norm(), 2),
+    ],
+)
+def test_a_loss_that_changes_weights_ends_the_run(change: Callable[[Any, Any], object], steps: int) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            change(model[0].weight, model[1].weight)
+        return (model[0](batch) - model[1](batch)).mean()
+
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False).requires_grad_(False)])
+    model[1].load_state_dict(model[0].state_dict())
+    state, plan = State(model, [SGD(model[0].parameters(), lr=0.1)]), Plan(4, global_batch=4, micro_batch=2, epochs=2)
+    learner = DistributedLoss(loss, state, ALONE, plan)
+    with pytest.raises(Ended) if steps < 2 else nullcontext() as ended:
+        for step in range(2):
+            passes(learner, step, plan.micro_batches(step), [torch.ones(2, 2)] * 2)
+            learner.step()
+    assert state.step == steps
+    assert ended is None or "forward() changes the weights of 1.weight: each rank would" in str(ended.value)
+
+
+def test_numbers_that_a_loss_changes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Annealed:
+        def __init__(self) -> None:
+            self.passes, self.baseline, self.unchanged = 0, torch.zeros(()), 5
+
+        def loss(self, model: Any, batch: Any) -> Any:
+            self.passes += 1
+            self.cached = 1  # not there before the first step
+            model.seen += len(batch)
+            loss = model(batch).mean()
+            self.baseline = self.baseline + loss.detach()
+            return loss
+
+    model, plan = nn.Linear(2, 1), Plan(4, global_batch=4, micro_batch=2, epochs=4)
+    model.seen = 0  # type: ignore[assignment]
+    learner = DistributedLoss(Annealed().loss, State(model, []), ALONE, plan)
+    for step in range(4):
+        passes(learner, step, plan.micro_batches(step), [torch.ones(2, 2)] * 2)
+    (line,) = (record.message for record in caplog.records)
+    assert line.startswith("loss() changes self.passes, self.baseline, model.seen: no checkpoint has that number")
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_loop_passes_each_micro_batch_backward_once(calls: int) -> None:
+    """loss.backward() would not weight the micro-batch; a second pass would not be reduced over the ranks."""
+    plan, state = Plan(4, global_batch=4, micro_batch=2, epochs=1), State(nn.Linear(2, 1), [])
+    learner = DistributedLoss(lambda network, batch: network(batch).mean(), state, ALONE, plan)
+    stream = learner.micro_batches(Step(0, plan.micro_batches(0), iter([torch.ones(2, 2)] * 2)))
+    batch = next(stream)
+    for loss in [learner(batch) for _ in range(calls)]:
+        learner.backward(loss)
+    learner(batch).backward()
+    with pytest.raises(Ended, match=rf"^model.backward\(loss\) was called {calls} times for a micro-batch: call it"):
+        next(stream)
 
 
 def test_complex_parameters_and_sparse_buffers_are_refused_where_they_learn() -> None:

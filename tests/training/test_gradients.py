@@ -87,7 +87,9 @@ def test_batchnorm_statistics_move_once_a_step_by_the_mean_of_the_micro_batches(
     assert model.mask.tolist() == [0.0, float("-inf")]
 
 
-def test_an_exception_in_mid_step_leaves_the_buffers_of_the_last_step() -> None:
+def test_an_exception_and_a_copy_in_mid_step_have_the_buffers_of_the_last_step() -> None:
+    """Also those of a layer with two names."""
+
     class Breaks(TinyTask):
         calls = 0
 
@@ -95,19 +97,22 @@ def test_an_exception_in_mid_step_leaves_the_buffers_of_the_last_step() -> None:
             loss = super().loss(model, batch)
             self.calls += 1
             if self.calls == 2:
+                copy.update(state.capture()["model"])
                 raise RuntimeError("a peer died")
             return loss
 
     task, plan = Breaks(), Plan(samples=26, global_batch=16, micro_batch=8, epochs=1)
-    model = task.model()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    data = task.train_dataset()
+    model, copy = task.model(), dict[str, Tensor]()
+    model.again = model.layers[1]  # type: ignore[index]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    state, data = State(model, []), task.train_dataset()
     batches = [data.__getitems__(list(range(i, i + 8))) for i in (0, 8)]
-    gradients = DistributedLoss(task.loss, State(model, []), ALONE, plan)
+    gradients = DistributedLoss(task.loss, state, ALONE, plan)
     with pytest.raises(RuntimeError, match="a peer died"):
         passes(gradients, 0, plan.micro_batches(0), batches)
-    for name, buffer in model.named_buffers():
+    for name, buffer in model.named_buffers(remove_duplicate=False):
         assert torch.equal(buffer, before[name]), name
+        assert torch.equal(copy[name], before[name]), name
 
 
 def test_dropout_depends_on_the_micro_batch_and_not_on_what_ran_before() -> None:

@@ -20,6 +20,8 @@ from evenkeel.training.freezing import freeze
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm, load_optimizer, rate
 from evenkeel.training.state import State
 from evenkeel.training.state_dicts import sha256
+from evenkeel.training.task_state import TaskState
+from tests.training.test_gradients import ALONE, TinyTask
 
 
 def network() -> nn.Module:
@@ -50,6 +52,21 @@ def test_the_gradient_of_a_parameter_that_no_optimizer_has_does_not_add_up() -> 
 
 
 # averaged weights
+
+
+def test_what_after_step_makes_of_the_weights_is_averaged() -> None:
+    class Clamped(TinyTask):
+        def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
+            for parameter in model.parameters():
+                parameter.clamp_(-0.01, 0.01)
+
+    model = nn.Linear(2, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizers, own = [build_optimizer(model.parameters(), Config(lr=1.0))], TaskState.of(Clamped(), 0, ALONE)
+    state = State(model, optimizers, ema=0.9, task_state=own)
+    take(state)
+    assert state.best_model.get_parameter("weight").eq(-0.01 * 9 / 11).all()
 
 
 def test_a_model_that_cannot_be_copied_has_no_average() -> None:

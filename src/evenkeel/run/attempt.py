@@ -237,9 +237,8 @@ class Attempt:
         """On rank 0: the part of :meth:`_record_start` that writes."""
         if before.fresh and (aside := directory.start_over(before.tokens)):
             moved = f"--fresh: the run that was in {near(self.path)} is now in {near(aside)}"
-            self.say(
-                f"evenkeel: {f'nothing was trained in {near(aside)}; starting again' if aside == self.path else moved}"
-            )
+            kept = f"nothing was trained in {near(aside)}; starting again"
+            self.say(f"evenkeel: {kept if aside == self.path else moved}")
         if not directory.attempts and not before.begins:
             directory.status = before.newest  # rank 0 is new here, but another node may know the run
         status = directory.status

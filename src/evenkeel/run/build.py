@@ -16,6 +16,7 @@ from torch import nn
 from ..common import display, keeper_link
 from ..common.errors import Refusal, place_of
 from ..common.memory import keep_freed_memory
+from ..common.naming import VALIDATION
 from ..common.phases import START_UP, activity
 from ..common.versions import TORCH_FOR_SHARDING, numbers
 from ..config import Config, devices_per_rank, shard_size, validate
@@ -42,7 +43,7 @@ from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.shares import refuse_unequal
 from ..training.state import State
 from ..training.task import Classification, Task
-from ..training.task_data import evaluation_sets, has_own_collate, training_set
+from ..training.task_data import evaluation_sets, has_own_collate, refuse_overlap, training_set
 from ..training.task_state import TaskState
 from ..training.whole_batch import refuse_unfit
 from .verification import refuse_unverifiable
@@ -85,6 +86,8 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     sets = evaluation_sets(task, config)
     if not sets:
         refuse_evaluation(config)
+    if config.validation:
+        refuse_overlap(train_set, sets[VALIDATION])
     return world, {TRAINING: train_set} | sets
 
 

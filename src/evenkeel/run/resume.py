@@ -20,6 +20,7 @@ from ..data.plan import read_cut
 from ..distributed.world import World
 from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
+from ..training.freezing import left_evaluating
 from ..training.state import State
 from .checkpoint import Checkpoints, Manifest, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
@@ -167,8 +168,8 @@ class Resume:
         """Log on rank 0 from where the run continues, and start the tracker."""
         if state.placed:
             log.info("%s", state.placed)
-        if forgotten := left_out(state.names, state.optimizers):
-            log.warning("%s", forgotten)
+        for line in filter(None, (left_out(state.names, state.optimizers), left_evaluating(state.model))):
+            log.warning("%s", line)
         if state.origin and state.step == 0:
             # weights that stayed random are worth a warning
             log.log(logging.WARNING if self._config.init_partial else logging.INFO, "%s", state.origin)

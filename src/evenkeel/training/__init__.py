@@ -13,6 +13,7 @@ changes the state, so between two commits another thread may copy it at any time
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
+- side_effects: weights and numbers that a loss changes, which it must not
 - sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks
 - memory_parts: how many bytes of a rank's memory each part of the state takes
 - meta_device: a model that has no memory until rank 0 sends its weights then

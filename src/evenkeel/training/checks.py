@@ -84,7 +84,7 @@ def check_buffers(model: nn.Module, live: Mapping[str, Tensor], committed: Mappi
         live: its buffers by name, as they were before the first step.
         committed: their values then.
     """
-    now = dict(model.named_buffers())
+    now = dict(model.named_buffers(remove_duplicate=False))
     for name, buffer in live.items():
         found = now.get(name)
         if found is not None and found.shape != committed[name].shape:
@@ -212,6 +212,14 @@ def checked_loss(loss: Any, trains: bool = True, of: str = "loss()") -> Tensor:
             "under torch.no_grad(), from .detach() or .item(), or by torch.tensor()"
         )
     return loss
+
+
+def wrong_backward(calls: int) -> EndedHere:
+    """The error for a loop of the user's own that does not pass each micro-batch to `DistributedLoss.backward` once."""
+    return EndedHere(
+        f"model.backward(loss) was called {calls} times for a micro-batch: call it once, with the sum of its losses, "
+        "in place of loss.backward(), whose gradient would grow with the number of micro-batches"
+    )
 
 
 def missing_gradients(model: nn.Module) -> EndedHere:

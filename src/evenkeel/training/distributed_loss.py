@@ -33,11 +33,12 @@ from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
-from .checks import check_dense, explain, missing_gradients, same_parts
+from .checks import check_dense, explain, missing_gradients, same_parts, wrong_backward
 from .loss import Loss, LossFunction
 from .oom import note_batch
 from .optimization import clip_grad_norm
 from .shares import Shares
+from .side_effects import SideEffects
 from .state import State
 from .whole_batch import WholeBatch
 
@@ -118,6 +119,7 @@ class DistributedLoss:
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._batch: Any = None
+        self._side_effects, self._backward_calls = SideEffects(state, loss), 0
         self._samples, self._weight, self._last = 0, 0.0, False
         self._contribution = torch.zeros(())  # of the micro-batch to the step's mean loss
         self._part_values: Tensor | None = None  # of the micro-batch's loss, if it has named parts
@@ -141,6 +143,7 @@ class DistributedLoss:
         """
         self.state.clear_gradients()
         self._loss.step = step.number
+        self._side_effects.begin()
         self._collected, self._await_total, self._total = Fold(Tensor.add_), None, None
         counts = self._shares.counts if self._shares else ()
         shares = self.plan.shares(step.number, self.world.world_size, counts)
@@ -157,6 +160,8 @@ class DistributedLoss:
                 self._weight = micro_batch.size / self.plan.step_samples(step.number)
                 with nullcontext() if self._last else self._no_reduction():
                     yield placed
+                if self._backward_calls != 1:
+                    raise wrong_backward(self._backward_calls)
                 collected = self._collect()
                 # with --shard an idle rank repeats another's micro-batch, which must not count twice
                 if not self.reduction.repeats(micro_batch.id):
@@ -182,6 +187,7 @@ class DistributedLoss:
         if not step.micro_batches and self.reduction.hooked:
             self.module(None).backward()  # an idle rank's exact zero, see `Loss`
         self.reduction.end()
+        self._side_effects.check()
         if not (self._unused or self._has_all()):
             raise missing_gradients(self._network)
         if self._part_names is None:  # once
@@ -190,7 +196,7 @@ class DistributedLoss:
 
     def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers. Returns its batch on the device."""
-        self._batch, self._samples = batch, micro_batch.size
+        self._batch, self._samples, self._backward_calls = batch, micro_batch.size, 0
         activity.enter(COMPUTING)
         seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
         placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
@@ -246,6 +252,7 @@ class DistributedLoss:
         The last micro-batch's pass also reduces the gradients over all ranks.
         """
         self._arrivals.mark(FORWARD)
+        self._backward_calls += 1
         factor = self._gradient_factor(loss)
         if self._last:
             activity.enter(REDUCTION)

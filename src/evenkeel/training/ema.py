@@ -30,7 +30,7 @@ class Average:
         self.decay, self._model = decay, model
         self._live: list[Tensor] = list(model.parameters())
         self._mean: list[Tensor] = list(self.model.parameters())
-        mine = dict(self.model.named_buffers())
+        mine = dict(self.model.named_buffers(remove_duplicate=False))
         self._buffers = [([mine[name] for name in group.names], group.committed_views) for group in buffers.groups]
 
     def divide(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from ..common.errors import Refusal
+from ..common.naming import listed
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -36,3 +37,24 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             part.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
         raise Refusal(f"--freeze {' '.join(patterns)}: nothing would be left to train; name fewer parts")
+
+
+def left_evaluating(model: nn.Module) -> str:
+    """A message with those parts that learn but are in evaluation mode, as `from_pretrained` of transformers returns
+    them; empty if there are none. Single layers, such as a BatchNorm, do not count: who wants that sets it."""
+    if not (names := list(_evaluating(model))):
+        return ""
+    return (
+        f"evaluation mode of {listed(names)}: no dropout, and BatchNorm's statistics do not move, although the weights "
+        "learn; call .train() in model(), as after from_pretrained(), unless that is intended"
+    )
+
+
+def _evaluating(module: nn.Module, name: str = "") -> Iterator[str]:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return
+    if module.training:
+        for part, child in module.named_children():
+            yield from _evaluating(child, f"{name}.{part}" if name else part)
+    elif next(module.children(), None):
+        yield name or "the model"

@@ -92,7 +92,10 @@ class State:
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # with --shard of p's rows
         self._named = dict(model.named_parameters(remove_duplicate=False))
-        self.buffers = Buffers({name: buffer for name, buffer in model.named_buffers() if name in saved}, model)
+        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in saved}
+        first: dict[Tensor, str] = {}  # of a buffer, such as that of a layer that the model has twice
+        self._first_names = {name: first.setdefault(buffer, name) for name, buffer in buffers.items()}
+        self.buffers = Buffers({name: buffer for buffer, name in first.items()}, model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
         # the first device decides whether a step is skipped
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
@@ -158,14 +161,14 @@ class State:
             for optimizer in self.optimizers:
                 step_unless(skip, optimizer)
             self.buffers.commit(buffers, skip_on)
-            if self.average:
-                self.average.update(self.step + 1, nonfinite)
             if self.scaler and overflow is not None:
                 self.scaler.update(overflow, ~nonfinite)
             if self.schedulers:
                 self.schedulers.commit(nonfinite)
             if self.task_state and not skip:
-                self.task_state.commit(self.model, self.step + 1)
+                self.task_state.commit(self.model, self.step + 1)  # it may change the weights, which are averaged then
+            if self.average:
+                self.average.update(self.step + 1, nonfinite)
             self.step += 1
         self._verdict.ask(failed)
         if self._verdict.known:
@@ -259,6 +262,7 @@ class State:
         """The committed state itself, in the order in which it must be copied; of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
         learned = dict(zip(self._named, local_rows(self._named.values()), strict=True)) | self.buffers.committed
+        learned |= {name: self.buffers.committed[first] for name, first in self._first_names.items()}
         model = self.model.state_dict(keep_vars=True)  # detached here: that of a DTensor is slow
         live = {
             "done": self._seqlock.done,

@@ -122,10 +122,7 @@ def refreshed_set(task: TaskData, config: Config, made: Any, train_set: Any) -> 
     Raises:
         Refusal: it has another number of samples, or its tensors are on a GPU.
     """
-    whole = train_set
-    while isinstance(whole, (Ordered, Collated, Limited)):
-        whole = whole.dataset
-    if (found := length(made, "refresh")) != len(whole):
+    if (found := length(made, "refresh")) != len(whole := _whole(train_set)):
         raise Refusal(
             f"refresh() returned {found} samples and train_dataset() has {len(whole)}: all epochs of a run have one "
             "length; repeat or leave out samples, with torch's Subset for example"
@@ -134,6 +131,22 @@ def refreshed_set(task: TaskData, config: Config, made: Any, train_set: Any) -> 
         raise Refusal(f"refresh() returned tensors on {device}: return them on the CPU, where data is loaded")
     dataset = collated(task, _trained_on(made, config))
     return Ordered(dataset, train_set.order) if isinstance(train_set, Ordered) else dataset
+
+
+def _whole(part: Any) -> Any:
+    """What a task's method returned, of a set that was made from it."""
+    while isinstance(part, (Ordered, Collated, Limited)):
+        part = part.dataset
+    return part
+
+
+def refuse_overlap(train_set: SizedDataset, validation: SizedDataset) -> None:
+    """Refuse to take --validation from other samples than the training data: it could have some of these."""
+    if (trained := len(_whole(train_set))) != (unchanged := len(_whole(validation))):
+        raise Refusal(
+            f"--validation: train_dataset() has {trained} samples and unchanged_train_dataset() {unchanged}, so a part "
+            "of one might be in the other; return the same samples in the same order, or define validation_dataset()"
+        )
 
 
 def has_own_collate(task: TaskData) -> bool:
