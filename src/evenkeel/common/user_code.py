@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .errors import Refusal, place_of
+from .errors import Refusal, hint, place_of
 
 
 def load_name(name: str, label: str) -> Any:
@@ -28,7 +28,7 @@ def load_name(name: str, label: str) -> Any:
         place, reason = place_of(error.__traceback__), str(error)
         if isinstance(error, SyntaxError) and error.filename:
             place, reason = f" at {error.filename}:{error.lineno}", error.msg
-        first_line = f"{type(error).__name__}: {reason}".split("\n")[0]
+        first_line = f"{type(error).__name__}: {reason}".split("\n")[0] + hint(error)
         raise Refusal(f"{label}: does not import: {first_line}{place}") from error
     return getattr(module, attribute, None)
 

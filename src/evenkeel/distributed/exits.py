@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ..common import keeper_link
 from ..common.display import say
-from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, place_in
+from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, Uncollated, hint, place_in
 from ..common.naming import owner
 from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
 
@@ -93,14 +93,18 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 
 def _print_traceback(error: Exception) -> None:
-    """Print the traceback; only the user's frames of one that ends in their files, and is in this rank's log."""
+    """Print the traceback; of one that ends in the user's files only their frames, if the rest is not needed or is in
+    this rank's log."""
     frames = [it for it in _frames(error) if owner(it) in ("engine", "user")]
     last = "".join(traceback.format_exception_only(error)).rstrip()
     logs = [it for it in logging.getLogger("evenkeel").handlers if isinstance(it, logging.FileHandler)]
     log = Path(logs[0].baseFilename if logs else "")
-    if log.is_file() and frames and owner(frames[-1]) == "user" and last in log.read_text(errors="replace"):
+    logged = log.is_file() and last in log.read_text(errors="replace")
+    led_here = error.__cause__ or (error.__context__ and not error.__suppress_context__)
+    if frames and owner(frames[-1]) == "user" and (logged or not led_here):
         shown = traceback.format_list([it for it in frames if owner(it) == "user"])
-        say(f"Traceback (most recent call last), your files only; all of it is in {log}:", to_stderr=True)
+        where = f"; all of it is in {log}" * logged
+        say(f"Traceback (most recent call last), your files only{where}:", to_stderr=True)
         say("".join(shown) + (reason_of(error) if _is_of_loader(error) else last), to_stderr=True)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -122,7 +126,7 @@ def reason_of(error: BaseException) -> str:
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
     first, *more = f"{name}{error}".strip().split("\n")
     # of an error in a loader process torch names the place first, and the error last
-    return more[-1] if more and " in DataLoader worker process " in first else first
+    return more[-1] if more and " in DataLoader worker process " in first else first.rstrip(".: ") + hint(error)
 
 
 def is_loss_of_a_rank(error: BaseException | None) -> bool:
@@ -174,7 +178,7 @@ def is_mistake(error: BaseException | None) -> bool:
         machine = isinstance(error, OSError) or bool(re.search(rf"{OF_MACHINES}|^Caught (?!{name} )", str(error)))
         # ours and torch's: where ranks wait for others
         machine |= any(it.filename.endswith("rendezvous.py") for it in traceback.extract_tb(error.__traceback__))
-        if machine or not (mistake or type(error) is EndedHere) or is_loss_of_a_rank(error):
+        if machine or not (mistake or type(error) in (EndedHere, Uncollated)) or is_loss_of_a_rank(error):
             return False
         error = error.__cause__ or error.__context__
     return True
