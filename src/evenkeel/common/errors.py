@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import difflib
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -20,21 +17,6 @@ REFUSED = 2
 
 REFUSAL_TIMEOUT = 30.0
 """Seconds that a node which refuses its input waits for the other nodes, which may start more slowly."""
-
-
-HINTS = {
-    r"NVIDIA driver|NVIDIA GPU|with CUDA|initialize CUDA": "leave out .cuda(): Evenkeel moves the model and batches",
-    r"Target -?\d+ is out of bounds": "a label must be less than the number of the model's outputs, and not negative",
-    r"target dtype to be Long|scalar type Long but": "class labels must be integers: call .long() in the data set",
-    r"same dtype, but got Double|Double but found Float|Float but found Double": "call .float() in the data set",
-    r"does not require grad and does not have a grad_fn": "leave out backward(): the training loop calls it",
-    r"DistributedDataParallel|init_process_group": "leave it out: Evenkeel does that",
-    r"values to unpack": "a batch has as many parts as a sample of the data set",
-    r"\.model\(\) takes 1 positional": "call the argument: model(...), not self.model(...)",
-    r"must be Tensor, not str$": "is the batch a dict? Then name its parts: batch['x']",
-    r"^'(tuple|list|dict)' object has no attribute": "not a tensor, but several: take one of them",
-}
-"""Patterns in errors of torch -> what to do; these errors do not say it."""
 
 
 class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error of ours)
@@ -89,15 +71,3 @@ def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
     """As :func:`place_of`."""
     found = [f for f in frames if owner(f) == "user"] or [f for f in frames if owner(f) == "package"]
     return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""
-
-
-def hint(error: BaseException) -> str:
-    """What to do about an error, as " (LINE)": of a misspelt name what may be meant, with any version of Python."""
-    near = [text for pattern, text in HINTS.items() if re.search(pattern, str(error))]
-    with contextlib.suppress(Exception):  # the user's __dir__ may fail, or the error have no name
-        names = dir(error.obj) if isinstance(error, AttributeError) else []
-        if isinstance(error, NameError):
-            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            names = [*frame.f_locals, *frame.f_globals, *dir(builtins)]
-        near += [f"did you mean {it}?" for it in difflib.get_close_matches(getattr(error, "name", ""), names, 1, 0.7)]
-    return f" ({near[0]})" if near else ""

@@ -16,9 +16,10 @@ from typing import NoReturn
 
 from ..common import keeper_link
 from ..common.display import say
-from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, Uncollated, hint, place_in
+from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, Uncollated, place_in
 from ..common.naming import owner
 from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
+from ..common.user_code import hint
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
 """Patterns in these errors: gloo's have no type of their own but RuntimeError."""
@@ -62,8 +63,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return main() or 0
     except Ended as ended:
         line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
-        # rank 0 may know more than the first one, such as which ranks are missing
-        first = fails_first(line, or_otherwise=rank_0)
+        # rank 0 may know more than the first one, such as which ranks are missing, but not of the data
+        first = fails_first(line, or_otherwise=rank_0 and not isinstance(ended, Uncollated))
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
         if speaks:
@@ -156,8 +157,8 @@ def fails_first(line: str = "", or_otherwise: bool = False) -> bool:
 def _failed_before(line: str) -> bool:
     """Whether an earlier attempt of torchrun on this node has ended with the same line, after its traceback."""
     with contextlib.suppress(KeyError, OSError):
-        mine, text = _mark(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
-        return any(other != mine and other.read_bytes() == text for other in mine.parent.parent.glob(f"*/{mine.name}"))
+        mine = _mark(os.environ["TORCHELASTIC_ERROR_FILE"])
+        return any(other != mine and _says(other, line) for other in mine.parent.parent.glob(f"*/{mine.name}"))
     return False
 
 
@@ -167,7 +168,7 @@ def _comes_again(error: BaseException, line: str) -> bool:
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
     if keeper_link.has_sent("progress") or not (alone and _failed_before(line) and is_mistake(error)):
         return False
-    return _mark(os.environ["TORCHELASTIC_ERROR_FILE"]).read_bytes() == _bytes(line)
+    return _says(_mark(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
 
 
 def is_mistake(error: BaseException | None) -> bool:
@@ -209,6 +210,12 @@ def forget_error() -> None:
 def _bytes(line: str) -> bytes:
     # a path need not be UTF-8; and an error in a later step is another one
     return (line + "\n" * keeper_link.has_sent("progress")).encode("utf-8", "backslashreplace")
+
+
+def _says(mark: Path, line: str) -> bool:
+    """Whether a rank has failed with this line; shapes and indices may differ, as between ranks, but not the place."""
+    first, second = (re.sub(rb"(?<!:)\b\d+", b"0", it) for it in (mark.read_bytes(), _bytes(line)))
+    return first == second
 
 
 def said_first(error_file: str) -> str:
