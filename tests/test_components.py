@@ -18,17 +18,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1598,
+    "common": 1634,
     "config": 593,
-    "data": 3130,
-    "distributed": 2405,
-    "resilience": 1640,
+    "data": 3135,
+    "distributed": 2416,
+    "resilience": 1652,
     "training": 6090,
-    "run": 6680,
-    "tasks": 2224,
+    "run": 6685,
+    "tasks": 2279,
     "mirror": 548,
     "launch": 2999,
-    "cli": 7485,
+    "cli": 7494,
     "time_travel": 1672,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

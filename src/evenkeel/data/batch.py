@@ -99,6 +99,7 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     """Say in one line which part of the samples cannot be collated, why, and what to return instead."""
     path, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    why = "its sizes differ" if "resize storage" in why else why  # how torch says that in a loader process
     return (
         f"the data set's samples cannot be collated: {f'sample{path}' if path else 'a sample'}: {why}; return "
         "tensors, arrays, numbers, strings, or dicts, lists and tuples of them, all of one shape, or define "
