@@ -18,17 +18,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1635,
+    "common": 1671,
     "config": 593,
-    "data": 3130,
-    "distributed": 2394,
-    "resilience": 1643,
+    "data": 3135,
+    "distributed": 2405,
+    "resilience": 1655,
     "training": 6240,
-    "run": 6732,
-    "tasks": 2221,
+    "run": 6737,
+    "tasks": 2276,
     "mirror": 548,
     "launch": 2999,
-    "cli": 7482,
+    "cli": 7491,
     "time_travel": 1672,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -94,5 +94,7 @@ def test_refusals(tmp_path: Path) -> None:
     a, missing = made_up(tmp_path / "a", 4, 1.0), tmp_path / "missing"
     said = [f"evenkeel: {missing}: no run there (no config.toml); name two run directories"]
     assert compare(a, missing, expect=2) == compare(missing, a, expect=2) == said
-    assert "must be given" in compare(a, expect=2)[0]
+    assert compare(a, expect=2) == [f"evenkeel: compare needs two runs, as in: python -m evenkeel compare {a} runs/a"]
+    b = made_up(tmp_path / "b", 4, 1.0)
+    assert compare(a, expect=2)[0].endswith(f"compare {a} {b}")
     assert "train.py" in compare(a, a, "--", "--lr", "1", expect=2)[0]

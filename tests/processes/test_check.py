@@ -132,6 +132,10 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     wait_until(lambda: any(str(run_dir) in line for line in still_running(Path(f"--run-dir={run_dir}"))), "a rank")
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) == 128 + signal.SIGINT
+    assert process.stdout
+    table = process.stdout.read()
+    assert re.search(r"^same seed, same loss +passed", table, re.M), "what is known is printed"
+    assert re.search(r"^bits, 1-3 ranks +not checked .*: interrupted$", table, re.M)
     wait_until_nothing_runs(Path(f"--run-dir={run_dir}"))
     assert not [*tmp_path.glob("evenkeel-check-*")]
 

@@ -70,7 +70,7 @@ def test_the_same_mistake_again_before_the_first_step_ends_the_job(
     body = f"""
     def loss(self, model, batch):
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "9")) < {until}:
-            raise {kind}("a bug")
+            raise {kind}("a bug in sample " + os.environ["RANK"])
         return super().loss(model, batch)
     """
     options = [*job(tmp_path / "run", *RARE, "--task", own_task(tmp_path, body))]

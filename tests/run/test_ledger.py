@@ -88,3 +88,5 @@ def test_attempts_add_up_and_the_gaps_are_dead(tmp_path: Path) -> None:
     with path.open("a") as file:  # of an attempt that has died at once, and of one that begins
         file.write('{"kind": "start", "step": 5, "time": 140.0, "spent": {"start_up": 4.0}}\n' * 2)
     assert ledger(attempt_ends(path)) == ledger(read_records(path))
+    start = {"kind": "start", "step": 0, "time": 100.0, "spent": {"start_up": 4.0}}
+    assert ledger([start, start | {"time": 9000.0}])["dead"] == 0, "there was no training to be down"

@@ -329,11 +329,17 @@ def other_job(path: Path) -> Iterator[BaseProcess]:
     process.join()
 
 
-def test_two_jobs_cannot_have_one_folder(path: Path, other_job: BaseProcess) -> None:
+def test_two_jobs_cannot_have_one_folder(
+    path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = refusal(path)
-    assert message.startswith(f"is in use by process {other_job.pid} on ")
-    assert message.endswith("; stop that job or name another folder")
+    who, _, remedy = message.partition("; ")
+    assert who.startswith(f"is in use by process {other_job.pid} on ")
+    assert remedy == "stop that job or name another folder"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 2.0)
     assert refusal(path, fresh=True) == message
+    assert capsys.readouterr().err == f"evenkeel: --run-dir {path}: {who}; waiting up to 1 s for its end\n"
 
 
 def test_a_restarted_job_waits_for_its_dying_predecessor(

@@ -17,12 +17,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import tomli_w
 import torch
+import torch.nn.functional as F
 
 import train
 from evenkeel.__main__ import subcommands
 from evenkeel.common import arguments
 from evenkeel.common.arguments import flag
-from evenkeel.common.errors import Ended, EndedByData, EndedHere, Refusal
+from evenkeel.common.errors import Ended, EndedByData, EndedHere, Refusal, Uncollated
 from evenkeel.common.processes import can_lose_a_node
 from evenkeel.config import GROUPS, Config, saved_options
 from evenkeel.distributed.exits import exit_code, forget_error, is_mistake
@@ -598,7 +599,8 @@ def test_of_several_ranks_with_a_bug_the_first_prints_its_traceback_and_all_repo
         return capsys.readouterr().err
 
     first = fail("1").splitlines()
-    assert (first[0], first[-1]) == ("Traceback (most recent call last):", f"evenkeel: rank 1 failed: {line}")
+    assert first[0] == "Traceback (most recent call last), your files only:", "there is no log"
+    assert first[-1] == f"evenkeel: rank 1 failed: {line}"
     assert fail("0") == ""
     assert fail("0", attempt=1) == f"evenkeel: rank 0 failed: {line}\n"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
@@ -635,6 +637,8 @@ def from_another(error: Exception, cause: Exception) -> Exception:
         (ConnectionResetError("by peer"), False),
         (MemoryError(), False),
         (EndedByData("an image does not decode"), False),
+        (from_another(Uncollated("sample[0]"), RuntimeError("stack expects each tensor to be equal size")), True),
+        (Uncollated("sample[0]: RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory"), False),
         (from_another(ValueError("no index"), FileNotFoundError(2, "gone")), False),
         (from_another(ValueError("no index"), KeyError("index")), True),
     ],
@@ -642,6 +646,37 @@ def from_another(error: Exception, cause: Exception) -> Exception:
 )
 def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again: bool) -> None:
     assert is_mistake(error) == comes_again
+
+
+@pytest.mark.parametrize(
+    ("fail", "expected"),
+    [
+        (lambda: torch.nn.Liner(2, 3), "has no attribute 'Liner' (did you mean Linear?) at "),  # type: ignore[attr-defined]
+        (lambda: tourch.nn, "name 'tourch' is not defined (did you mean torch?) at "),  # type: ignore[name-defined] # noqa: F821
+        (lambda: [].nothing_like_it, "'list' object has no attribute 'nothing_like_it' (not a tensor, but several"),  # type: ignore[attr-defined]
+        (lambda: F.cross_entropy(torch.zeros(1, 3), torch.tensor([3])), "3 is out of bounds (a label must be less "),
+        (lambda: int("x"), "with base 10: 'x' at "),
+    ],
+)
+def test_an_error_says_what_to_do_if_that_is_known(
+    fail: Callable[[], int], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(fail) == 1
+    *trace, line = capsys.readouterr().err.splitlines()
+    assert expected in line
+    assert not [it for it in trace if "/src/evenkeel/" in it]
+
+
+def test_what_led_to_an_error_is_shown_with_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+    def main() -> int:
+        raise ValueError("a") from KeyError("b")
+
+    assert exit_code(main) == 1
+    assert "KeyError: 'b'" in capsys.readouterr().err
 
 
 def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:

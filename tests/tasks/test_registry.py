@@ -178,6 +178,8 @@ def test_a_class_that_is_no_task(write: Write) -> None:
     [
         ("loss(self, batch)", "Odd.loss(self, batch) must be loss(self, model, batch), at {}:3"),
         ("metrics(self, model)", "Odd.metrics(self, model) must be metrics(self, model, batch), at {}:3"),
+        ("loss(self, outputs, targets)", "Odd.loss(self, outputs, targets) must be loss(self, model, batch), at {}:3"),
+        ("metrics(self, batch, model)", "Odd.metrics(self, batch, model) must be metrics(self, model, batch), at {}:3"),
         ("model()", "Odd.model() must be model(self), at {}:3"),
         *((f"loss(self, {more})", "") for more in ("net, batch, step", "net, batch, scale=1", "*of_any")),
     ],
@@ -186,6 +188,43 @@ def test_a_method_with_other_parameters(write: Write, method: str, expected: str
     path = write("odd.py", f"from evenkeel.tasks import Task\nclass Odd(Task):\n    def {method}: ...\n")
     with pytest.raises(Refusal, match=re.escape(expected.format(path))) if expected else nullcontext():
         refuse_other_parameters(load_name("odd.py:Odd", ""))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("optimizer", "optimizers"),
+        ("metric", "metrics"),
+        ("collate_fn", "collate"),
+        ("test_data", "test_dataset"),
+        ("train_data", "train_dataset"),
+        ("configure_optimizers", "optimizers"),
+        ("points", ""),
+        ("_optimizer", ""),
+    ],
+)
+def test_a_method_of_a_misspelt_name_that_nothing_calls(write: Write, name: str, meant: str) -> None:
+    text = GOOD + f"    def {name}(self): return None\n"
+    path = write("own.py", text)
+    line = (
+        rf"^Mine.{name}\(\) at {path}:10 is never called: did you mean {meant}\(\)\? Rename it; a method of your own "
+    )
+    with pytest.raises(Refusal, match=line) if meant else nullcontext():
+        parse(["--task", "own.py:Mine"])
+    write("called.py", text + f"    def tokens(self, batch): return self.{name}()\n")
+    parse(["--task", "called.py:Mine"])
+
+
+@pytest.mark.parametrize("decorator", ["@dataclass", ""])
+def test_an_init_with_arguments(write: Write, decorator: str) -> None:
+    more = "    def __init__(self, depth): ...\n"
+    path = write(
+        "init.py", GOOD.replace("@dataclass", decorator).replace('    depth: int = 3\n    model_: str = "cnn"\n', more)
+    )
+    with pytest.raises(Refusal, match=rf"Mine.__init__\(self, depth\) at {path}:\d: a task gets no arguments; make "):
+        parse(["--task", "init.py:Mine"])
+    write("good_init.py", path.read_text().replace(", depth", "").replace(decorator, ""))
+    parse(["--task", "good_init.py:Mine"])
 
 
 def test_a_class_that_lacks_methods(write: Write) -> None:

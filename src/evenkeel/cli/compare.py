@@ -37,14 +37,10 @@ class CompareCommand:
     equal, 1: different.
     """
 
-    run_a: tyro.conf.Positional[Path]
-    """A run directory."""
-    run_b: tyro.conf.Positional[Path]
-    """The run directory to compare it with."""
-    more: tyro.conf.Positional[
-        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")]
+    runs: tyro.conf.Positional[
+        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN RUN ...", help_behavior_hint="")]
     ] = ()
-    """With --metrics: more run directories."""
+    """Two run directories; with --metrics: or more."""
     metrics: Flag = False
     """Print the last metrics and those of the best step, with differences from the first run."""
     json: Flag = False
@@ -52,18 +48,23 @@ class CompareCommand:
 
     def __call__(self) -> int:
         """Print the first difference and its possible causes."""
-        runs = (self.run_a, self.run_b, *self.more)
+        runs = self.runs
         for path in runs:
             if not (path / "config.toml").is_file():
                 raise Refusal(f"{path}: no run there (no config.toml); name two run directories")
+        if len(runs) < 2:
+            there = sorted((runs[0].parent if runs else Path("runs")).glob("*/config.toml"))
+            others = [str(it.parent) for it in there if it.parent not in runs]
+            pair = [*map(str, runs), *others, "runs/a", "runs/b"][:2]
+            raise Refusal(f"compare needs two runs, as in: python -m evenkeel compare {shlex.join(pair)}")
         if self.metrics:
             found = json.dumps(compare_metrics.as_json(runs), indent=2) if self.json else compare_metrics.table(runs)
             say(found if isinstance(found, str) else "\n".join(found))
             return 0
-        if self.more or self.json:
-            raise Refusal(f"{self.more[0] if self.more else '--json'}: only with --metrics; else two runs are compared")
-        equal, text = compare(self.run_a, self.run_b)
-        say("\n".join([text, *causes(self.run_a, self.run_b)]))
+        if runs[2:] or self.json:
+            raise Refusal(f"{runs[2] if runs[2:] else '--json'}: only with --metrics; else two runs are compared")
+        equal, text = compare(*runs)
+        say("\n".join([text, *causes(*runs)]))
         return int(not equal)
 
 

@@ -13,7 +13,7 @@
     package_name  valid names for a user's package; for tools without torch
     phases      what this process is doing, and where its seconds went
     processes   other processes of this machine: state, signals, torchrun, loader processes
-    user_code   a user's class by FILE.py:CLASS
+    user_code   a user's class by FILE.py:CLASS, what to do about its errors
     versions    versions of packages as numbers
 
 What is not here: options (`evenkeel.config`), signals that stop a run (`resilience`), process groups (`distributed`),

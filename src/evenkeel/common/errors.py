@@ -46,6 +46,10 @@ class EndedByData(EndedHere):
         super().__init__(text.strip().rpartition(f"{type(self).__module__}.{type(self).__qualname__}: ")[2])
 
 
+class Uncollated(EndedByData):
+    """Samples of which no batch can be made: a mistake in the code, which comes again."""
+
+
 @contextlib.contextmanager
 def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
     """Turn a `sys.exit` in a task's code into an error of this kind: with exit code 0 the run would look finished."""

@@ -1,14 +1,33 @@
-"""From FILE.py:NAME or PACKAGE.MODULE:NAME, as an option names a user's class, to what it names."""
+"""A user's code: from FILE.py:NAME or PACKAGE.MODULE:NAME, as an option names a class, to it; and its errors."""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import difflib
 import importlib.util
 import os
+import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from .errors import Refusal, place_of
+
+HINTS = {
+    r"NVIDIA driver|NVIDIA GPU|with CUDA|initialize CUDA": "leave out .cuda(): Evenkeel moves the model and batches",
+    r"Target -?\d+ is out of bounds": "a label must be less than the number of the model's outputs, and not negative",
+    r"target dtype to be Long|scalar type Long but": "class labels must be integers: call .long() in the data set",
+    r"same dtype, but got Double|Double but found Float|Float but found Double": "call .float() in the data set",
+    r"does not require grad and does not have a grad_fn": "leave out backward(): the training loop calls it",
+    r"DistributedDataParallel|init_process_group": "leave it out: Evenkeel does that",
+    r"values to unpack": "a batch has as many parts as a sample of the data set",
+    r"\.model\(\) takes 1 positional": "call the argument: model(...), not self.model(...)",
+    r"must be Tensor, not str$": "is the batch a dict? Then name its parts: batch['x']",
+    r"^'(tuple|list|dict)' object has no attribute": "not a tensor, but several: take one of them",
+}
+"""Patterns in errors of torch -> what to do; these errors do not say it."""
 
 
 def load_name(name: str, label: str) -> Any:
@@ -28,7 +47,7 @@ def load_name(name: str, label: str) -> Any:
         place, reason = place_of(error.__traceback__), str(error)
         if isinstance(error, SyntaxError) and error.filename:
             place, reason = f" at {error.filename}:{error.lineno}", error.msg
-        first_line = f"{type(error).__name__}: {reason}".split("\n")[0]
+        first_line = f"{type(error).__name__}: {reason}".split("\n")[0] + hint(error)
         raise Refusal(f"{label}: does not import: {first_line}{place}") from error
     return getattr(module, attribute, None)
 
@@ -68,3 +87,15 @@ def as_submitted(path: Path) -> Path:
     path = path.resolve()
     copy = Path(code) / path.relative_to(origin) if path.is_relative_to(origin) else Path(code, "outside", path.name)
     return copy if copy.exists() else path
+
+
+def hint(error: BaseException) -> str:
+    """What to do about an error, as " (LINE)": of a misspelt name what may be meant, with any version of Python."""
+    near = [text for pattern, text in HINTS.items() if re.search(pattern, str(error))]
+    with contextlib.suppress(Exception):  # the user's __dir__ may fail, or the error have no name
+        names = dir(error.obj) if isinstance(error, AttributeError) else []
+        if isinstance(error, NameError):
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            names = [*frame.f_locals, *frame.f_globals, *dir(builtins)]
+        near += [f"did you mean {it}?" for it in difflib.get_close_matches(getattr(error, "name", ""), names, 1, 0.7)]
+    return f" ({near[0]})" if near else ""

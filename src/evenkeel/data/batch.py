@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..common.errors import Ended, EndedByData, place_of
+from ..common.errors import Ended, EndedByData, Uncollated, place_of
 from ..common.memory import is_out_of_memory
 
 
@@ -74,7 +74,7 @@ def collate(samples: Any) -> Any:
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        raise EndedByData(explain_samples(samples, error)) from error
+        raise Uncollated(explain_samples(samples, error)) from error
 
 
 def collated_by(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -85,12 +85,13 @@ def collated_by(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
         if is_out_of_memory(error) or isinstance(error, Ended):
             raise
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise EndedByData(
+        kind = EndedByData if isinstance(error, OSError) else Uncollated
+        raise kind(
             f"the task's collate() fails{place_of(error.__traceback__)}: {why}; it gets a list of {len(samples)} "
             "samples, as the data set returns them, and must return the batch"
         ) from error
     if batch is None:  # would be taken for an idle rank's
-        raise EndedByData("the task's collate() returned None: return the batch")
+        raise Uncollated("the task's collate() returned None: return the batch")
     return batch
 
 
@@ -98,6 +99,7 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     """Say in one line which part of the samples cannot be collated, why, and what to return instead."""
     path, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    why = "its sizes differ" if "resize storage" in why else why  # how torch says that in a loader process
     return (
         f"the data set's samples cannot be collated: {f'sample{path}' if path else 'a sample'}: {why}; return "
         "tensors, arrays, numbers, strings, or dicts, lists and tuples of them, all of one shape, or define "

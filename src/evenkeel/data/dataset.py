@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from ..common.errors import Refusal, place_of
 from ..common.naming import kind_of
@@ -189,6 +189,9 @@ def length(dataset: Any, method: str) -> int:
         stream = "a list, such as list(itertools.islice(stream, 1000))"
         if method == "train_dataset":
             stream = "`Streams` (docs/streams.md)"
+        if isinstance(dataset, DataLoader):
+            more = "return its data set; --batch-size and --num-workers do the rest"
+            raise Refusal(f"{method}() returned a DataLoader: {more}")
         raise Refusal(
             f"{method}() returned {kind_of(dataset)}, which {why}: Evenkeel fetches samples by index, so that a run "
             f"can resume at any step; return a map-style data set, with __len__ and __getitem__(index), or for streams "

@@ -16,9 +16,10 @@ from typing import NoReturn
 
 from ..common import keeper_link
 from ..common.display import say
-from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, place_in
+from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, Uncollated, place_in
 from ..common.naming import owner
 from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
+from ..common.user_code import hint
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
 """Patterns in these errors: gloo's have no type of their own but RuntimeError."""
@@ -55,8 +56,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return main() or 0
     except Ended as ended:
         line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
-        # rank 0 may know more than the first one, such as which ranks are missing
-        first = fails_first(line, or_otherwise=rank_0)
+        # rank 0 may know more than the first one, such as which ranks are missing, but not of the data
+        first = fails_first(line, or_otherwise=rank_0 and not isinstance(ended, Uncollated))
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
         if speaks:
@@ -87,14 +88,18 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 
 def _print_traceback(error: Exception) -> None:
-    """Print the traceback; only the user's frames of one that ends in their files, and is in this rank's log."""
+    """Print the traceback; of one that ends in the user's files only their frames, if the rest is not needed or is in
+    this rank's log."""
     frames = [it for it in _frames(error) if owner(it) in ("engine", "user")]
     last = "".join(traceback.format_exception_only(error)).rstrip()
     logs = [it for it in logging.getLogger("evenkeel").handlers if isinstance(it, logging.FileHandler)]
     log = Path(logs[0].baseFilename if logs else "")
-    if log.is_file() and frames and owner(frames[-1]) == "user" and last in log.read_text(errors="replace"):
+    logged = log.is_file() and last in log.read_text(errors="replace")
+    led_here = error.__cause__ or (error.__context__ and not error.__suppress_context__)
+    if frames and owner(frames[-1]) == "user" and (logged or not led_here):
         shown = traceback.format_list([it for it in frames if owner(it) == "user"])
-        say(f"Traceback (most recent call last), your files only; all of it is in {log}:", to_stderr=True)
+        where = f"; all of it is in {log}" * logged
+        say(f"Traceback (most recent call last), your files only{where}:", to_stderr=True)
         say("".join(shown) + (reason_of(error) if _is_of_loader(error) else last), to_stderr=True)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -116,7 +121,7 @@ def reason_of(error: BaseException) -> str:
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
     first, *more = f"{name}{error}".strip().split("\n")
     # of an error in a loader process torch names the place first, and the error last
-    return more[-1] if more and " in DataLoader worker process " in first else first
+    return more[-1] if more and " in DataLoader worker process " in first else first.rstrip(".: ") + hint(error)
 
 
 def is_loss_of_a_rank(error: BaseException | None) -> bool:
@@ -146,8 +151,8 @@ def fails_first(line: str = "", or_otherwise: bool = False) -> bool:
 def _failed_before(line: str) -> bool:
     """Whether an earlier attempt of torchrun on this node has ended with the same line, after its traceback."""
     with contextlib.suppress(KeyError, OSError):
-        mine, text = _mark(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
-        return any(other != mine and other.read_bytes() == text for other in mine.parent.parent.glob(f"*/{mine.name}"))
+        mine = _mark(os.environ["TORCHELASTIC_ERROR_FILE"])
+        return any(other != mine and _says(other, line) for other in mine.parent.parent.glob(f"*/{mine.name}"))
     return False
 
 
@@ -157,7 +162,7 @@ def _comes_again(error: BaseException, line: str) -> bool:
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
     if keeper_link.has_sent("progress") or not (alone and _failed_before(line) and is_mistake(error)):
         return False
-    return _mark(os.environ["TORCHELASTIC_ERROR_FILE"]).read_bytes() == _bytes(line)
+    return _says(_mark(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
 
 
 def is_mistake(error: BaseException | None) -> bool:
@@ -168,7 +173,7 @@ def is_mistake(error: BaseException | None) -> bool:
         machine = isinstance(error, OSError) or bool(re.search(rf"{OF_MACHINES}|^Caught (?!{name} )", str(error)))
         # ours and torch's: where ranks wait for others
         machine |= any(it.filename.endswith("rendezvous.py") for it in traceback.extract_tb(error.__traceback__))
-        if machine or not (mistake or type(error) is EndedHere) or is_loss_of_a_rank(error):
+        if machine or not (mistake or type(error) in (EndedHere, Uncollated)) or is_loss_of_a_rank(error):
             return False
         error = error.__cause__ or error.__context__
     return True
@@ -199,6 +204,12 @@ def forget_error() -> None:
 def _bytes(line: str) -> bytes:
     # a path need not be UTF-8; and an error in a later step is another one
     return (line + "\n" * keeper_link.has_sent("progress")).encode("utf-8", "backslashreplace")
+
+
+def _says(mark: Path, line: str) -> bool:
+    """Whether a rank has failed with this line; shapes and indices may differ, as between ranks, but not the place."""
+    first, second = (re.sub(rb"(?<!:)\b\d+", b"0", it) for it in (mark.read_bytes(), _bytes(line)))
+    return first == second
 
 
 def said_first(error_file: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import struct
@@ -50,6 +51,7 @@ class Peers:
         self._generation = ""
         self._connection: Store | None = None
         self._store: Store | None = None
+        self._sockets: list[socket.socket] = []  # of the connection
 
     def join(self, generation: str) -> None:
         """Exchange messages from now on with the ranks that meet under this name; "": with none yet."""
@@ -64,19 +66,29 @@ class Peers:
         before = _sockets()
         store = job_store(self._rank, self._world_size, timedelta(seconds=CONNECT_TIMEOUT))
         store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
-        for number in _sockets() - before:
-            with socket.socket(fileno=os.dup(number)) as connection:
-                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STORE_TIMEOUT), 0))
+        self._sockets = [socket.socket(fileno=os.dup(number)) for number in _sockets() - before]
+        for connection in self._sockets:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STORE_TIMEOUT), 0))
         return store
 
     def _lose(self) -> None:
         """Give up on a store that is gone or too slow: a new connection to a frozen one would never end."""
         self._connection = self._store = None
+        self._sockets = []
+
+    def _is_cut_off(self) -> bool:
+        """Whether the store has closed the connection, as when its keeper ends: torch would print a stack of C++."""
+        poll = select.poll()
+        for connection in self._sockets:
+            poll.register(connection, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def has_died(self) -> bool:
         """Whether a keeper has reported a death; False if the store does not answer."""
         try:
+            if self._is_cut_off():
+                self._lose()
             return self._store is not None and self._store.check([DIED])
         except RuntimeError:
             self._lose()

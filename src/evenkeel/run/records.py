@@ -185,18 +185,18 @@ def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Seconds by account, from the start of the first attempt to the last record.
 
     Each record says what its attempt has spent so far (`Activity.spent`), so that even one that was killed has
-    accounted for its time up to its last record. The time from there to the next start is dead.
+    accounted for its time up to its last record. The time from there to the next start is dead, once a step is done.
 
     Args:
         records: lines of metrics.jsonl, in order.
     """
     seconds = dict.fromkeys(ACCOUNTS, 0.0)
-    spent, end = dict[str, float](), 0.0
+    spent, end, step = dict[str, float](), 0.0, 0
     for record in (record for record in records if "spent" in record):
         if record["kind"] == "start" and end:
             seconds = {name: value + spent.get(name, 0.0) for name, value in seconds.items()}
-            seconds["dead"] += max(0.0, record["time"] - sum(record["spent"].values()) - end)
-        spent, end = record["spent"], record["time"]
+            seconds["dead"] += max(0.0, record["time"] - sum(record["spent"].values()) - end) * (step > 0)
+        spent, end, step = record["spent"], record["time"], max(step, record.get("step", 0))
     return {name: round(value + spent.get(name, 0.0), 3) for name, value in seconds.items()}
 
 

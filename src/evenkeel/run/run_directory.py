@@ -23,6 +23,7 @@ import tomli_w
 
 from ..common import keeper_link
 from ..common.arguments import flag
+from ..common.display import say
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
@@ -236,7 +237,7 @@ def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
 def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
     """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use."""
     prepare_folder(path, run, fresh)
-    locked = _lock(path)
+    locked = _lock(path, LOCK_TIMEOUT)
     untrained = is_untrained(path)  # again: the previous job may have started over
     if not (fresh or untrained):
         _refuse_another_run(path, run)
@@ -295,13 +296,17 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
     write_atomically(path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()), private=True)
 
 
-def _lock(path: Path, timeout: float = LOCK_TIMEOUT) -> IO[bytes]:
+def _lock(path: Path, timeout: float) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
-    file = (path / ".lock").open("ab")
-    if not lock(file, time.monotonic() + timeout):
-        holder, _ = read_facts(path / "status.json")
-        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
-        raise Refusal(f"--run-dir {path}: is in use by {who}; stop that job or name another folder")
+    file, silent = (path / ".lock").open("ab"), min(1.0, timeout)  # a dying predecessor needs less
+    if lock(file, time.monotonic() + silent):
+        return file
+    holder, _ = read_facts(path / "status.json")
+    where = f"--run-dir {path}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+    if timeout > silent:
+        say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s for its end", to_stderr=True)
+    if not lock(file, time.monotonic() + timeout - silent):
+        raise Refusal(f"{where}; stop that job or name another folder")
     return file
 
 

@@ -23,7 +23,7 @@ from ..run.records import is_run, is_untrained, read_config
 from ..training.checks import check_best
 from ..training.task import Task, option_name
 from ..training.whole_batch import refuse_unfit
-from .registry import default_task, load_task, refuse_other_parameters
+from .registry import default_task, load_task, refuse_misspelt, refuse_other_parameters, refuse_own_init
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})
 """Options by which train.py hands over to a launcher (launchers.py)."""
@@ -184,8 +184,10 @@ def _check_options(task_class: type[Task], options: type) -> None:
 
     Raises:
         Refusal: @dataclass ignores a field or a default; an option has the name of one of train.py's, or no default; a
-            method has other parameters than Task's.
+            method or __init__ has other parameters than Task's, or a misspelt name.
     """
+    refuse_misspelt(task_class)
+    refuse_own_init(task_class)
     refuse_other_parameters(task_class)
     known: set[str] = {option.name for option in fields(options)}
     for cls in (cls for cls in task_class.__mro__ if issubclass(cls, Task)):

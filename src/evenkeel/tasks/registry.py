@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import inspect
 import os
+import re
 import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import Refusal
 from ..common.user_code import as_submitted, load_name
@@ -15,6 +20,19 @@ from ..training.task import Task, defines
 
 BUILT_IN = {"classify": "Classify", "regress": "Regress", "segment": "Segment", "lm": "Lm"}
 """Tasks by the names of their modules here, which may have been deleted; imported on demand."""
+
+
+HOOKS = {it: getattr(Task, it) for it in dir(Task) if it[0] != "_" and inspect.isfunction(getattr(Task, it))}
+"""The methods of a task that a run calls."""
+
+ELSEWHERE = {
+    "training_step": "loss", "compute_loss": "loss", "configure_optimizers": "optimizers", "validation_step": "metrics",
+    "compute_metrics": "metrics", "train_dataloader": "train_dataset", "val_dataloader": "validation_dataset",
+}  # fmt: skip
+"""The methods in Lightning and transformers -> here."""
+
+NO_MODEL = r"batch|data|(out|output|pred|prediction|logit|score|input|target|label)s?|y|x|y_hat|y_pred"
+"""Names of a first parameter that is taken for something else than the model."""
 
 
 def built_in() -> list[str]:
@@ -82,15 +100,16 @@ def load_task(name: str, label: str = "") -> type[Task]:
         raise Refusal(f"{label}: {attribute} {what}")
     lossless = not any(defines(found, method) for method in ("loss", "embed", "batch_loss"))
     if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):
+        refuse_misspelt(found)
         raise Refusal(f"{label}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
     return found
 
 
 def refuse_other_parameters(task: type[Task]) -> None:
     """Refuse a method that cannot be called as :class:`Task`'s is: the error would name a line that calls it."""
-    for name in dir(Task):
-        usual, own = (inspect.getattr_static(it, name) for it in (Task, task))
-        if name.startswith("_") or own is usual or not (inspect.isfunction(usual) and inspect.isfunction(own)):
+    for name, usual in HOOKS.items():
+        own = inspect.getattr_static(task, name)
+        if own is usual or not inspect.isfunction(own):
             continue
         known, has = inspect.signature(usual).parameters, inspect.signature(own).parameters
         wanted = [it.name for it in known.values() if it.default is it.empty]
@@ -98,9 +117,43 @@ def refuse_other_parameters(task: type[Task]) -> None:
             inspect.signature(own).bind(
                 *wanted, **{it: 0 for it in ("step", "samples") if it in has and it not in known}
             )
+            if "model" in wanted and re.fullmatch(NO_MODEL, [*has, ""][1]):
+                raise TypeError
         except TypeError:
-            code = inspect.unwrap(own).__code__
             raise Refusal(
-                f"{task.__name__}.{name}({', '.join(has)}) must be {name}({', '.join(wanted)}), at "
-                f"{code.co_filename}:{code.co_firstlineno}"
+                f"{task.__name__}.{name}({', '.join(has)}) must be {name}({', '.join(wanted)}),{_place(own)}"
             ) from None
+
+
+def refuse_misspelt(task: type[Task]) -> None:
+    """Refuse a public method that nothing in its file calls, and whose name is close to that of one of Task's."""
+    for kind in task.__mro__[: task.__mro__.index(Task)]:
+        with contextlib.suppress(OSError, TypeError):  # no file, as in a notebook
+            source = inspect.getsource(sys.modules[kind.__module__])
+            for name, own in vars(kind).items():
+                public = inspect.isfunction(own) and name not in dir(Task) and not name.startswith("_")
+                meant = ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, HOOKS, 1, 0.8)), "")
+                if public and meant and not re.search(rf"[.\"']{name}\b", source):
+                    raise Refusal(
+                        f"{kind.__name__}.{name}(){_place(own)} is never called: did you mean {meant}()? Rename it; "
+                        f"a method of your own needs another name, such as _{name}()"
+                    )
+
+
+def refuse_own_init(task: type[Task]) -> None:
+    """Refuse an `__init__` that takes other arguments than the fields of the dataclass, which are the options."""
+    options = {it.name: None for it in fields(task) if it.init} if is_dataclass(task) else dict[str, None]()
+    try:
+        inspect.signature(task).bind(**options)
+    except TypeError:
+        init: Any = vars(task).get("__init__", task.__init__)
+        raise Refusal(
+            f"{task.__name__}.__init__({', '.join(inspect.signature(init).parameters)}){_place(init)}: a task gets no "
+            "arguments; make the class a @dataclass with its options as fields (hidden: int = 32), and compute the "
+            "rest in __post_init__(self)"
+        ) from None
+
+
+def _place(function: Any) -> str:
+    code = inspect.unwrap(function).__code__
+    return f" at {code.co_filename}:{code.co_firstlineno}"

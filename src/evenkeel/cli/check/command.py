@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -24,7 +25,7 @@ from .rows import FAILED, MEASURED, PASSED, UNCHECKED, Row
 from .verdicts import Left, of_probes
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED, HALTED = 128 + signal.SIGINT, "interrupted"
 JOBS = 8
 STEPS, EPOCH = 12, 5
 """Steps of a job, and of an epoch unless --limit-batches says otherwise."""
@@ -62,13 +63,17 @@ class CheckCommand:
         try:
             rows = self.rows(train_options)
         except KeyboardInterrupt:
+            rows = []
+        interrupted = not rows or any(row.figure == HALTED for row in rows)
+        if interrupted:
             say("evenkeel: interrupted; all jobs have been ended", to_stderr=True)
+        if not rows:
             return INTERRUPTED
         say(as_table(rows))
         counts = Counter(row.result for row in rows)
         totals = ", ".join(f"{counts[it]} {it}" for it in (PASSED, FAILED, UNCHECKED))
         say(f"evenkeel: checked in {time.monotonic() - began:.0f} s: {totals}")
-        return int(any(row.result == FAILED for row in rows))
+        return INTERRUPTED if interrupted else int(any(row.result == FAILED for row in rows))
 
     def rows(self, options: Sequence[str]) -> list[Row]:
         """Do all checks.
@@ -128,7 +133,7 @@ class Check:
         first, rows = probes[0], [*of_probes(probes)]
         where = self._where(first)
         for row in rows:
-            self._say(f"{row.name}: {row.result}")
+            self._say(f"{row.name}: {row.result}" + f": {row.figure}" * (row.result != PASSED))
         fixed = [] if first["typed"] else [f"--micro-batches={first['cut']}"]
         fixed += ["--log-every=1", "--checkpoint-every=5"]
         tree, ring, job = [*fixed, "--reduce=tree", "--digest-every=1"], [*fixed, "--reduce=ring"], self.jobs.job
@@ -139,10 +144,11 @@ class Check:
         why = "first fix the data on each rank" * (rows[1].result == FAILED)
         why = why or "--strategy dp is one process" * (first["strategy"] == "dp")
         why = why or "--sync-batchnorm ties the cut to the number of ranks" * first["sync_batchnorm"]
-        self.missing = dict.fromkeys(todo, f"not run: {why}") if why else {}
-        alone = {} if why else {"ring-2": todo.pop("ring-2")}  # for its times
-        self._do({} if why else todo, 2)
-        self._do(alone, 1)
+        self.missing = dict.fromkeys(todo, f"not run: {why or HALTED}")
+        alone = {"ring-2": todo.pop("ring-2")}  # for its times
+        with contextlib.suppress(KeyboardInterrupt):  # the rows that are known are printed
+            self._do({} if why else todo, 2)
+            self._do({} if why else alone, 1)
         breaks = [
             ("kill -9", "rank 1 of 2 killed", "kill", 1, KILLED),
             ("stop", "SIGTERM, resumed on 2 ranks", "stop", 1, STOPPED),
@@ -180,6 +186,8 @@ class Check:
             kind, _, ranks = name.partition("-")
             what = {"kill": "kill -9 of rank 1 of 2", "stop": "SIGTERM, resumed on 2 ranks; SIGTERM, resumed on 3"}
             text = what.get(name, f"--reduce {kind} on {ranks} rank{'s' * (ranks != '1')}")
+            if why is not None:
+                del self.missing[name]
             self.missing |= {name: why} if why else {}
             if why != "":
                 self._say(f"{text}: {why}" if why else f"job {self.begun} of {JOBS}: {text}")
