@@ -1,4 +1,4 @@
-"""Plant 94 small faults, one at a time, and see whether the tests find them.
+"""Plant 95 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -336,6 +336,11 @@ a hang of most nodes is blamed on them all
     resilience/beats.py | tests/resilience
     - if 2 * len(nodes) <= len(
     + if len(nodes) <= len(
+
+what a rank waits for in a hang is recorded when the frozen one has been killed already
+    resilience/diagnosis.py | tests/promises/test_hang.py::test_a_frozen_rank_is_named_and_the_bits_are_the_same[1]
+    - flight_recorder.taken("nccl", "nccl2")
+    + flight_recorder.taken()
 
 audit takes any chain for the right one
     time_travel/audit.py | tests/time_travel | tests/processes/test_audit.py

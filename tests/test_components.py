@@ -22,7 +22,7 @@ BUDGET = {
     "config": 593,
     "data": 3130,
     "distributed": 2405,
-    "resilience": 1640,
+    "resilience": 1637,
     "training": 6090,
     "run": 6680,
     "tasks": 2224,
