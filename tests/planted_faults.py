@@ -339,8 +339,8 @@ a hang of most nodes is blamed on them all
 
 what a rank waits for in a hang is recorded when the frozen one has been killed already
     resilience/diagnosis.py | tests/promises/test_hang.py::test_a_frozen_rank_is_named_and_the_bits_are_the_same[1]
-    - flight_recorder.taken("nccl", "nccl2")
-    + flight_recorder.taken()
+    - flight_recorder.write(traces,
+    + flight_recorder.write(flight_recorder.taken(),
 
 audit takes any chain for the right one
     time_travel/audit.py | tests/time_travel | tests/processes/test_audit.py

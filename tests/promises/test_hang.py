@@ -31,7 +31,7 @@ def test_a_frozen_rank_is_named_and_the_bits_are_the_same(run_dir: Path, undistu
     os.mkfifo(collectives := logs / f"rank-{1 - victim}.collectives.json")  # whoever opens it waits for a reader
     os.kill(frozen, signal.SIGSTOP)
     wait_until_gone([frozen], 5 + 30)  # torchrun alone would take 30 s to be rid of it, once it wanted to
-    time.sleep(2)  # by now the other rank's collective has failed, and is not pending any more
+    time.sleep(3)  # by now the other rank's collective has failed, and is not pending any more
     assert "gloo:all_reduce" in collectives.read_text()
     done = ended(process)
     (line,) = [line for line in done.stderr.splitlines() if "no progress for 5 s" in line]
