@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # folders all of whose tests are slow: where none of them is run, none need be collected
 SLOW := bare cluster docker k8s nodes processes gpu
-GATE := cluster docker k8s nodes promises processes/test_readme.py processes/test_docs_site.py
+GATE := cluster docker k8s nodes promises processes
 ARGS ?=
 
 .PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
@@ -41,7 +41,7 @@ test-fast: $(INSTALLED)  ## the unit tests alone, two minutes
 test-rest: $(INSTALLED)  ## all that `make test` leaves out; what needs root or a GPU is skipped without
 	$(PYTEST) -n 4 -m slow $(wildcard $(SLOW:%=tests/%)) tests/promises $(ARGS)
 
-# of the tests of commands only those of the README: they are the ones that people type
+# of tests/processes only those that are marked as a promise
 test-gate: $(INSTALLED)  ## of that, what CI runs after `make test`: the promises on a cluster, nodes and containers
 	$(PYTEST) -n 4 -m 'slow and not long' $(wildcard $(GATE:%=tests/%)) $(ARGS)
 

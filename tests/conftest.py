@@ -47,8 +47,8 @@ def _signals_as_before() -> Iterator[None]:
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "blocked signals would be handed down to all processes"
 
 
-KINDS = {"promises": "promise"} | dict.fromkeys(
-    ("processes", "bare", "nodes", "cluster", "docker", "k8s", "gpu"), "slow"
+KINDS = {"promises": "promise", "processes": "long"} | dict.fromkeys(
+    ("bare", "nodes", "cluster", "docker", "k8s", "gpu"), "slow"
 )
 """The marker of the tests of a folder. Tests in any other folder run in the process of pytest alone, and fast."""
 
@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG)))
     for item in items:
         folder = item.path.relative_to(item.config.rootpath).parts[1]
-        if kind := KINDS.get(folder):
-            item.add_marker(kind)
+        if kind := KINDS.get(folder):  # of tests/processes CI runs those that show a promise
+            item.add_marker("slow" if kind == "long" and item.get_closest_marker("promise") else kind)
         if item.get_closest_marker("long"):
             item.add_marker("slow")
 

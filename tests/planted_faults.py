@@ -1,4 +1,4 @@
-"""Plant 94 small faults, one at a time, and see whether the tests find them.
+"""Plant 100 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 
@@ -342,6 +342,11 @@ a hang of most nodes is blamed on them all
     - if 2 * len(nodes) <= len(
     + if len(nodes) <= len(
 
+what a rank waits for in a hang is recorded when the frozen one has been killed already
+    resilience/diagnosis.py | tests/promises/test_hang.py::test_a_frozen_rank_is_named_and_the_bits_are_the_same[1]
+    - flight_recorder.write(traces,
+    + flight_recorder.write(flight_recorder.taken(),
+
 audit takes any chain for the right one
     time_travel/audit.py | tests/time_travel | tests/processes/test_audit.py
     - if chained(before["chain"], record) == record["chain"]:
@@ -521,6 +526,31 @@ names of runs and metrics act on a terminal
     common/display.py | tests/cli/test_terminal.py
     - return UNSEEN.sub(lambda it: it[0].encode("unicode_escape").decode(), text)
     + return text
+
+ranks may cut a batch in different ways
+    run/attempt.py | tests/processes/test_cut.py::test_ranks_with_other_options_are_refused[micro-batches-values1]
+    - if here_alike[name] != value]
+    + if value is here_alike]
+
+a start deletes the checkpoint that another process writes
+    run/state_files.py | tests/run/test_checkpoint.py
+    - if locked:  # else
+    + if folder:  # else
+
+a run whose checkpoint cannot be loaded stays recorded as running
+    run/run.py | tests/processes/test_train.py::test_a_state_that_does_not_fit_the_model_ends_in_a_line
+    - ExitStack() as stack, run._ended(interruption)
+    + run._resume() or ExitStack() as stack, run._ended(interruption)
+
+the same mistake in code is tried again as often as torchrun may
+    distributed/exits.py | tests/promises/test_keeper.py::test_the_same_mistake_again_before_the_first_step_ends_the_job
+    - speaks, again = fails_first(line), _comes_again(error, line)
+    + speaks, again = fails_first(line), False
+
+a bug in a loader process is reported where the batch was asked for
+    distributed/exits.py | tests/processes/test_train.py::test_a_bug_in_the_data_set_is_reported_at_its_line
+    - str(error), re.M) if _is_of_loader(error) else []
+    + str(error), re.M) if not error else []
 """
 
 

@@ -22,7 +22,7 @@ BUDGET = {
     "config": 593,
     "data": 3135,
     "distributed": 2405,
-    "resilience": 1655,
+    "resilience": 1653,
     "training": 6240,
     "run": 6737,
     "tasks": 2276,

@@ -65,6 +65,7 @@ def run(usual: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(usual, tmp_path / "a", ignore=shutil.ignore_patterns("audit.json")))
 
 
+@pytest.mark.promise
 def test_an_honest_run_on_three_ranks_with_kills_passes_on_one(usual: Path) -> None:
     steps = [it["step"] for it in records(usual, "digest")]
     assert len(steps) > len(set(steps)) == STEPS, "the control: some steps were done twice, and both are in the chain"
@@ -139,6 +140,7 @@ def test_a_swapped_checkpoint(run: Path, tmp_path: Path) -> None:
             assert found[0].startswith(f"{there}/manifest.json: is not this checkpoint's manifest")
 
 
+@pytest.mark.promise
 def test_a_repeated_sample_of_a_forger_who_computes_the_chain_again(run: Path) -> None:
     rewrite(run, lambda lines: of_step(lines, 30).update(samples=of_step(lines, 29)["samples"]), rechain=True)
     text = audit(run, "--segments", 0, expect=1)

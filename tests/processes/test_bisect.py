@@ -43,6 +43,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "a"
 
 
+@pytest.mark.promise
 def test_one_bit_of_one_weight(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flipped = random.Random(3).randrange(10, 30)
     monkeypatch.setenv("FLIP", str(flipped))

@@ -12,6 +12,7 @@ import pytest
 from tests.support.processes import ROOT, run
 
 pytest.importorskip("material", reason="needs pip install -e '.[docs]'")
+pytestmark = pytest.mark.promise
 
 
 def build(project: Path, expect: int) -> str:

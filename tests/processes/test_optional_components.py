@@ -78,7 +78,6 @@ def test_without_any_two_components_nothing_imports_or_names_what_is_gone() -> N
         assert dangling(left, names - gone, gone) == [], without
 
 
-@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("component", components())
 def test_fast_tests_of_a_component_in_the_smallest_copy_with_them(component: str, cache: Path, tmp_path: Path) -> None:
@@ -94,7 +93,6 @@ def test_fast_tests_of_a_component_in_the_smallest_copy_with_them(component: str
         python(copy, *PYTEST, *tests)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("without", some_components(5), ids=how_many)
 def test_fast_tests_of_a_renamed_copy_without_many_components(without: list[str], cache: Path, tmp_path: Path) -> None:

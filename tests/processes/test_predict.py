@@ -55,6 +55,7 @@ def images(folder: Path, count: int) -> None:
         Image.fromarray(digits(train=False).tensors[0][number, 0].numpy()).save(path)
 
 
+@pytest.mark.promise
 def test_each_sample_comes_once_in_order_with_the_same_bytes_on_1_2_and_3_ranks(trained: Path, tmp_path: Path) -> None:
     for ranks in (1, 2, 3, 0):
         said = predict(trained, "--set", "test", "-o", tmp_path / f"{ranks}.csv", "--top", 3, ranks=ranks)

@@ -45,6 +45,7 @@ def overlaps(run_dir: Path, name: str) -> list[bool]:
     return [a[0] < b[1] and b[0] < a[1] for a, b in zip(first, second, strict=True)]
 
 
+@pytest.mark.promise
 def test_no_bit_changes_and_nothing_is_left_without_the_option(profiled: tuple[Path, str], tmp_path: Path) -> None:
     trained(2, job(tmp_path / "run"))
     assert weights_of(tmp_path / "run") == weights_of(profiled[0])
@@ -62,6 +63,7 @@ def test_each_rank_leaves_a_trace_of_the_window_and_rank_0_a_table(profiled: tup
     assert table.splitlines()[1] in said
 
 
+@pytest.mark.promise
 def test_a_collective_of_two_ranks_overlaps_in_the_merged_trace(profiled: tuple[Path, str], tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(profiled[0], tmp_path / "run"))
     assert all(overlaps(run_dir, "merged.json"))

@@ -16,6 +16,7 @@ from tests.support.copies import copy_files
 from tests.support.processes import ROOT, read
 from tests.support.readme import README, blocks
 
+pytestmark = pytest.mark.promise
 DOCS = ROOT / "docs"
 PAGES = (README, (DOCS / "data.md").read_text(), (DOCS / "what-happens.md").read_text())
 """Whose commands are typed, in this order."""
@@ -79,6 +80,8 @@ def test_every_proof_that_is_named_exists(page: str, least: int) -> None:
     for paths, keyword in proofs:
         for file in paths.split():
             assert re.search(rf"^def test_\w*{keyword}", (ROOT / file).read_text(), re.MULTILINE), (file, keyword)
+        in_ci = ("/processes/" not in file or "mark.promise" in (ROOT / file).read_text() for file in paths.split())
+        assert any(in_ci), f"CI runs none of {paths}: mark a test of a promise"
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from evenkeel.data.sampler import ElasticSampler
@@ -47,6 +48,7 @@ def replay(run_dir: Path, step: object, *more: object, expect: int = 0) -> dict[
     return found
 
 
+@pytest.mark.promise
 def test_a_sample_of_nan_is_named_on_one_process_after_a_kill_on_three_ranks_and_an_end_on_two(tmp_path: Path) -> None:
     """Digests agree in every bit at each step before, and nothing in the run changes."""
     stop_at(tmp_path / "run", 3, start(torchrun(3, TRAIN, *job(tmp_path, "--pause", 0.1))), signal.SIGKILL)
@@ -117,6 +119,7 @@ def test_what_cannot_be_meant_is_refused_in_a_line(tmp_path: Path) -> None:
         assert done.stdout == ""
 
 
+@pytest.mark.promise
 def test_the_control_a_replay_with_a_generator_that_goes_on_does_not_agree(tmp_path: Path) -> None:
     run_forked(TRAIN, *job(tmp_path, "--ordinary"), expect=1)
     found = replay(tmp_path / "run", 7, expect=1)

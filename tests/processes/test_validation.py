@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from evenkeel.run.checkpoint import read_manifest, step_folders
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish, fork_ranks, read, records, run, run_forked, torchrun, wait_until
-from tests.support.small_runs import evaluation_of, refusal, told_step, trained, weights_of
+from tests.support.small_runs import evaluation_of, refusal, saved_step, told_step, trained, weights_of
 from tests.support.validated_task import TESTED, Validated
 
 TRUE = sum(range(1, TESTED + 1))
@@ -67,12 +67,13 @@ def test_the_validation_set_decides_and_each_sample_counts_once_on_any_number_of
     assert refusal(job(folders[0], "--eval-only", "--checkpoint", 3)).startswith("--checkpoint 3: give last, best or")
 
 
+@pytest.mark.promise
 def test_killed_again_and_again_the_best_checkpoint_is_that_of_the_undisturbed_run(tmp_path: Path) -> None:
     hold, run_dir, plain = tmp_path / "hold", tmp_path / "run", tmp_path / "plain"
-    patience = ["--patience", 5, "--checkpoint-every", 3]
+    patience = ["--patience", 3, "--checkpoint-every", 3, "--lr", 0.3, "--schedule", "constant"]
     trained(1, job(plain, *patience))
     hold.touch()
-    for ranks, target in ((2, 6), (3, 13)):
+    for ranks, target in ((2, 6), (3, 19)):
         started = fork_ranks(ranks, TRAIN, *job(run_dir, *patience, "--hold", hold))
         wait_until(lambda target=target: told_step(run_dir) >= target, f"step {target}")
         for process in started:
@@ -81,6 +82,7 @@ def test_killed_again_and_again_the_best_checkpoint_is_that_of_the_undisturbed_r
     hold.unlink()
     trained(2, job(run_dir, *patience, "--hold", hold))
     assert best(run_dir) == best(plain)
+    assert best(plain)[0] < saved_step(plain), "the control: the last one is another"
     assert weights_of(run_dir) == weights_of(plain)
     assert read(run_dir)["metrics"] == read(plain)["metrics"]
     told = [{r["step"]: r["validation/loss"] for r in records(folder, "eval")} for folder in (run_dir, plain)]

@@ -27,15 +27,17 @@ def test_a_frozen_rank_is_named_and_the_bits_are_the_same(run_dir: Path, undistu
     process = start(torchrun(2, TRAIN, *options, restarts=1))
     wait_for_step(run_dir, 3, process)
     frozen = workers_of(process)[victim]
+    logs = run_dir / "logs" / "attempt-0001"
+    os.mkfifo(collectives := logs / f"rank-{1 - victim}.collectives.json")  # whoever opens it waits for a reader
     os.kill(frozen, signal.SIGSTOP)
     wait_until_gone([frozen], 5 + 30)  # torchrun alone would take 30 s to be rid of it, once it wanted to
+    time.sleep(3)  # by now the other rank's collective has failed, and is not pending any more
+    assert "gloo:all_reduce" in collectives.read_text()
     done = ended(process)
     (line,) = [line for line in done.stderr.splitlines() if "no progress for 5 s" in line]
     assert f"rank {victim} does not answer any more" in line
     assert f"rank {1 - victim} waits in gradient reduction of step" in line
-    logs = run_dir / "logs" / "attempt-0001"
     assert "distributed_loss.py" in (logs / f"rank-{1 - victim}.stacks.txt").read_text()
-    assert "gloo:all_reduce" in (logs / f"rank-{1 - victim}.collectives.json").read_text()
     verdict = "".join(line for line in done.stderr.splitlines() if "flight recorder" in line)
     assert not RECORDER or f"rank {victim} left no record here; rank {1 - victim} in gloo:all_reduce" in verdict
     assert f"rank {victim} does not answer any more" in read(run_dir, "status.json")["last_failure"]

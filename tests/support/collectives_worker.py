@@ -7,7 +7,6 @@ On GPUs without the controls, which might hang.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -88,8 +87,8 @@ def step(gradients: DistributedLoss) -> None:
 
 def recorded() -> dict[tuple[int, int], Any]:
     """All collectives of this rank so far, those of torch's C++ code too, by backend and number."""
-    found = [told.get("entries", []) for told in json.loads(flight_recorder.as_json()).values()]
-    return {(kind, entry["record_id"]): entry for kind, entries in enumerate(found) for entry in entries}
+    found = flight_recorder.taken()
+    return {(kind, entry["record_id"]): entry for kind, trace in found.items() for entry in trace["entries"]}
 
 
 def callers(world: World, gradients: DistributedLoss) -> int:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 from ..common import keeper_link
 from ..common.display import near, say
@@ -48,6 +49,7 @@ class Diagnosis:
         where = f"{silent}; {describe({me: beat_now(self._world)}, [])}"
         self.outlook = Outlook(where, me, watch.first_beats[:1] if me else [], [])
         self._complete = False  # the other ranks have been asked
+        self._collectives: dict[str, dict[str, Any]] = {}
         self._thread = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
         self._thread.start()
 
@@ -80,10 +82,12 @@ class Diagnosis:
                     os.kill(beat.pid, signal.SIGKILL)
 
     def write_collectives(self) -> None:
-        """Write the last collectives. Must come last, because torch may hang in this too."""
+        """Write the last collectives. Must come last, because torch may hang in NCCL's too."""
         with contextlib.suppress(Exception):
-            (self._logs / f"rank-{self._world.rank}.collectives.json").write_bytes(flight_recorder.as_json())
-            flight_recorder.write(self._logs / FLIGHT, self._world.rank)
+            traces = self._collectives | flight_recorder.taken("nccl", "nccl2")
+            text = json.dumps(traces, default=str)
+            (self._logs / f"rank-{self._world.rank}.collectives.json").write_text(text)
+            flight_recorder.write(traces, self._logs / FLIGHT, self._world.rank)
 
     def compare_collectives(self) -> None:
         """Log the verdict of `torchfrtrace` on the collectives of all ranks, on the lowest live rank."""
@@ -106,6 +110,7 @@ class Diagnosis:
         return (beat.host, beat.pid) in {(each.host, each.pid) for each in self.outlook.frozen}
 
     def _diagnose(self) -> None:
+        self._collectives = flight_recorder.taken("gloo")  # once a frozen rank is killed, none is pending any more
         with contextlib.suppress(Exception):  # a full disk, say
             faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback(self._watch.stacks, all_threads=True)

@@ -38,41 +38,34 @@ COMPARED = 200
 """How many of each rank's last collectives are compared; all would take a second for every five ranks."""
 
 
-def as_json() -> bytes:
-    """This rank's last collectives for each backend, as a JSON object."""
-    dumps = [b'"%s": %s' % (name.encode(), _dump(f"{how}_json", which)) for name, (how, which) in DUMPS.items()]
-    return b"{%s}\n" % b", ".join(dumps)
+def taken(*backends: str) -> dict[str, dict[str, Any]]:
+    """This rank's last collectives for each of these backends (none: for all) that has recorded something."""
+    traces = {name: _dump(*DUMPS[name]) for name in backends or DUMPS}
+    return {name: trace for name, trace in traces.items() if trace.get("entries")}
 
 
-def write(folder: Path, rank: int) -> None:
-    """Write ``BACKEND/rank-R`` for each backend that has recorded something."""
-    for name, (how, which) in DUMPS.items():
-        trace: dict[str, Any] = pickle.loads(_dump(how, which) or pickle.dumps({}))  # noqa: S301  (of this process)
-        if trace.get("entries"):
-            trace["pg_config"] = _groups() | {name: it for name, it in trace["pg_config"].items() if name}
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            part = folder / f".{name}-{rank}"
-            part.write_bytes(pickle.dumps(trace))
-            part.replace(folder / name / f"{PREFIX}{rank}")
+def write(traces: dict[str, dict[str, Any]], folder: Path, rank: int) -> None:
+    """Write ``BACKEND/rank-R`` for each backend."""
+    for name, trace in traces.items():
+        trace["pg_config"] = _groups() | {name: it for name, it in trace["pg_config"].items() if name}
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        part = folder / f".{name}-{rank}"
+        part.write_bytes(pickle.dumps(trace))
+        part.replace(folder / name / f"{PREFIX}{rank}")
 
 
-def _dump(how: str, which: dict[str, str]) -> bytes:
+def _dump(how: str, which: dict[str, str]) -> dict[str, Any]:
     try:
-        return bytes(getattr(torch._C._distributed_c10d, how)(**which))
-    except (AttributeError, TypeError):  # a build without NCCL, a release before 2.15
-        return b"{}" if how.endswith("_json") else b""
+        return dict(pickle.loads(getattr(torch._C._distributed_c10d, how)(**which)))  # noqa: S301  (of this process)
+    except (AttributeError, TypeError, EOFError):  # a build without NCCL, a release before 2.15, nothing recorded
+        return {}
 
 
 def _groups() -> dict[str, dict[str, str]]:
     """The process groups by name. torch 2.15 records gloo's without a name, and `torchfrtrace` then fails."""
-    groups = dist.distributed_c10d._world.pg_map
+    groups, ranks = dist.distributed_c10d._world.pg_map, dist.get_process_group_ranks
     return {
-        it.group_name: {
-            "name": it.group_name,
-            "desc": it.group_desc,
-            "ranks": str(sorted(dist.get_process_group_ranks(it))),
-        }
-        for it in groups
+        it.group_name: {"name": it.group_name, "desc": it.group_desc, "ranks": str(sorted(ranks(it)))} for it in groups
     }
 
 
