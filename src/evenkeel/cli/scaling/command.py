@@ -44,8 +44,9 @@ STRONG, WEAK = "fixed global batch", "fixed batch a rank"  # keys of --json
 class ScalingCommand:
     """Measure how much faster a job gets with more ranks.
 
-      python -m evenkeel scaling -g 1,2 --output scaling.svg -- --batch-size 256
-      python -m evenkeel scaling -n 1,2 -g 4 -nr 0 --master node0     on the first of two nodes; on the other with -nr 1
+    Example: python -m evenkeel scaling -g 1,2 --output scaling.svg -- --batch-size 256
+
+    On the first of two nodes (on the other -nr 1): python -m evenkeel scaling -n 1,2 -g 4 -nr 0 --master node0
 
     What follows after `--` are options of train.py. The runs are in temporary folders. Each number of ranks runs once
     with the global batch of --batch-size, and once with a batch that grows with the ranks.
