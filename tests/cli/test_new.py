@@ -98,7 +98,8 @@ def test_the_first_thing_typed(
     said = (
         f"wrote 13 files to {here}. Next:\n  cd {here} && make train\n  make test\nYour model goes into tide/task.py."
     )
-    assert capsys.readouterr().out == f"{said}\n"
+    building = f"evenkeel: building a wheel of {ROOT}, which may take half a minute\n"
+    assert capsys.readouterr() == (f"{said}\n", building)
     (wheel,) = (here / "wheels").iterdir()
     with zipfile.ZipFile(wheel) as file:  # by default of this checkout, and not of an index
         assert file.read("evenkeel/cli/new/source.py") == Path(source_module.__file__).read_bytes()

@@ -46,9 +46,8 @@ class ScalingCommand:
 
     Example: python -m evenkeel scaling -g 1,2 --output scaling.svg -- --batch-size 256
 
-    On several nodes type -n 1,2 -g 4 -nr 0 --master node0 on node 0, and the same with -nr 1 on the other. Options of
-    train.py follow `--`. Each number of ranks runs once with the global batch of --batch-size, and once with a batch
-    that grows with the ranks. The runs are in temporary folders.
+    On two nodes add -n 1,2 -nr 0 --master node0, on the other node with -nr 1. Options of train.py follow `--`. Each
+    number of ranks runs once with the global batch of --batch-size, and once with a batch that grows with the ranks.
     """
 
     gpus: Annotated[str, tyro.conf.arg(aliases=["-g"], metavar="N,N,...")]
