@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -233,10 +234,10 @@ def test_the_default_is_where_this_package_came_from(
             own_source()
 
 
-def test_the_torchrun_lines_restart_ranks() -> None:
-    lines = [line for line in render(answers())["README.md"].splitlines() if line.startswith("torchrun ")]
-    assert lines
-    assert all("--max-restarts=3" in line for line in lines)
+def test_the_lines_of_its_readme_restart_ranks_and_do_not_refuse_each_other() -> None:
+    lines = [line for line in render(answers())["README.md"].splitlines() if line.startswith(("torchrun ", "launch/"))]
+    assert all("--max-restarts=3" in line for line in lines if line.startswith("torchrun "))
+    assert len(lines) == len({re.findall("--run-dir (\\S+)", line)[0] for line in lines}) + 1, "two lines are one job"
 
 
 def test_the_tests_of_a_project_do_not_repeat_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
