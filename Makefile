@@ -25,6 +25,7 @@ setup: $(INSTALLED)  ## create .venv with the locked versions
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@df -Pk . | awk 'NR == 2 && $$4 < 12e6 {printf "make setup: only %.1f GB are free here; it may need 12 GB\n", $$4 / 1e6}'
 	$(PYTHON) -m venv $(VENV)
+	@echo 'make setup: up to 6 GB; once all is downloaded, pip prints nothing for some minutes'
 	$(BIN)/pip install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Plant 100 small faults, one at a time, and see whether the tests find them.
+"""Plant 101 small faults, one at a time, and see whether the tests find them.
 
     python tests/planted_faults.py [--list] [--only 3,7]
 

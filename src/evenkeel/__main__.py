@@ -43,6 +43,16 @@ COMMANDS = {
 }
 """The place of each command. Any of these modules may be deleted."""
 
+GROUPS = {
+    "A project of your own": "new update",
+    "Before a job": "plan check doctor data",
+    "While it runs": "status follow",
+    "Its results": "report compare predict sample checkpoint",
+    "Inside a step": "profile replay bisect audit",
+    "Many runs, faults": "sweep scaling chaos",
+}
+"""The sections of --help, and their commands."""
+
 
 def subcommands() -> dict[str, Callable[..., Any]]:
     """The existing commands, by name."""
@@ -98,11 +108,14 @@ def _command(arguments: list[str], known: dict[str, Callable[..., Any]], prog: s
 
 
 def _help(known: dict[str, Callable[..., Any]], prog: str) -> str:
-    """A line for each command; the options of one are in its own help."""
+    """A line for each command, by section; the options of one are in its own help."""
     width = max(map(len, known))
-    lines = [f"  {name:{width}}  {(inspect.getdoc(kind) or '').splitlines()[0]}" for name, kind in known.items()]
-    more = f"`{prog} COMMAND --help` shows its options and an example."
-    return "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", *lines, "", more])
+    lines = [f"usage: {prog} COMMAND [OPTIONS]"]
+    for title, names in GROUPS.items():
+        shown = [name for name in names.split() if name in known]
+        lines += ["", f"{title}:"] if shown else []
+        lines += [f"  {it:{width}}  {(inspect.getdoc(known[it]) or '').splitlines()[0]}" for it in shown]
+    return "\n".join([*lines, "", f"`{prog} COMMAND --help` shows its options and an example."])
 
 
 def _refuse_unknown(words: list[str], known: dict[str, Callable[..., Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -98,7 +99,8 @@ def test_the_first_thing_typed(
     said = (
         f"wrote 13 files to {here}. Next:\n  cd {here} && make train\n  make test\nYour model goes into tide/task.py."
     )
-    assert capsys.readouterr().out == f"{said}\n"
+    building = f"evenkeel: building a wheel of {ROOT}, which may take half a minute\n"
+    assert capsys.readouterr() == (f"{said}\n", building)
     (wheel,) = (here / "wheels").iterdir()
     with zipfile.ZipFile(wheel) as file:  # by default of this checkout, and not of an index
         assert file.read("evenkeel/cli/new/source.py") == Path(source_module.__file__).read_bytes()
@@ -232,10 +234,10 @@ def test_the_default_is_where_this_package_came_from(
             own_source()
 
 
-def test_the_torchrun_lines_restart_ranks() -> None:
-    lines = [line for line in render(answers())["README.md"].splitlines() if line.startswith("torchrun ")]
-    assert lines
-    assert all("--max-restarts=3" in line for line in lines)
+def test_the_lines_of_its_readme_restart_ranks_and_do_not_refuse_each_other() -> None:
+    lines = [line for line in render(answers())["README.md"].splitlines() if line.startswith(("torchrun ", "launch/"))]
+    assert all("--max-restarts=3" in line for line in lines if line.startswith("torchrun "))
+    assert len(lines) == len({re.findall("--run-dir (\\S+)", line)[0] for line in lines}) + 1, "two lines are one job"
 
 
 def test_the_tests_of_a_project_do_not_repeat_its_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,8 +118,8 @@ class ExportModel:
     Example: python -m evenkeel checkpoint export runs/classify -o model.pt
 
     torch.load("model.pt", weights_only=True) then returns the state dict, on the CPU. For a run with --ema it has the
-    averaged weights. The sha256 is that of the weights; at the last step summary.json has the same. With --onnx and
-    --as transformers the run's task makes the model; options of train.py that differ from the run's follow after `--`.
+    averaged weights. The sha256 is that of the weights; at the last step summary.json has the same. The task makes the
+    model for --onnx and for --as transformers; options of train.py that differ from the run's follow `--`.
     """
 
     path: Place

@@ -32,7 +32,7 @@ CODES = {"finished": 0, "stopped": STOPPED, "failed": FAILED, "lost": FAILED}
 class FollowCommand:
     """Show a run live until it ends, or a Slurm job over its requeues.
 
-      python -m evenkeel follow runs/classify
+    Example: python -m evenkeel follow runs/classify
 
     Exit code: 0 finished, 1 failed or killed, 2 refused, 75 cancelled or stopped. Ctrl-C (130) ends only this command.
     """

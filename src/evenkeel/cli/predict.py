@@ -39,9 +39,9 @@ class PredictCommand:
 
     Example: python -m evenkeel predict runs/classify --set test --output test.csv
 
-    Predictions are made for a set of the run's task (--set), or for a folder of images (--input). What follows after
-    `--` are options of train.py that differ from the run's, for example -- --data-dir /elsewhere. On several processes,
-    with the same rows: torchrun --standalone --nproc_per_node=2 -m evenkeel predict ...
+    Predictions are made for a set of the run's task (--set), or for a folder of images (--input). Options of train.py
+    that differ from the run's follow `--`, for example -- --data-dir /elsewhere. Several processes write the same rows
+    faster: torchrun --standalone --nproc_per_node=2 -m evenkeel predict ...
     """
 
     run: tyro.conf.Positional[Path]

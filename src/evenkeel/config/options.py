@@ -254,7 +254,7 @@ class Config(
 ):  # fmt: skip
     """Train a task. Runs under torchrun on any number of processes, or alone as `python train.py`.
 
-    Example: torchrun --standalone --nproc_per_node=2 train.py --epochs 5
+    Example: torchrun --standalone --nproc_per_node=2 train.py --epochs 5 --run-dir runs/mine
 
     Typed again, the same command continues the run at its next step. Numbers such as --batch-size are for the whole
     job, not per process.

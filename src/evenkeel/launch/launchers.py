@@ -45,7 +45,7 @@ Gpus = Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_beh
 
 @dataclass(frozen=True)
 class MultiNode:
-    """Start this node's share of a training job. Options after -- are passed to train.py.
+    """Start this node's part of a training job. Options after -- are passed to train.py.
 
       launch/single_node.py -g 4 -- --epochs 5                              four processes here; default: one per GPU
       launch/multi_node.py -n 2 -g 4 -nr 0 --master node0 -- --epochs 5     on the first of two nodes

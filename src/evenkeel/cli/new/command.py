@@ -22,7 +22,7 @@ class NewCommand:
 
     Example: evenkeel new tide --task lm --with slurm docker
 
-    --from evenkeel==VERSION is for an index of your own: the public one has another package of this name.
+    Use --from evenkeel==VERSION only with an index of your own: on the public one this name is another package.
     """
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]

@@ -66,6 +66,7 @@ def source_of(typed: str, scratch: Path) -> Source:
 
 def _build(checkout: Path, scratch: Path) -> Path:
     """A wheel of a checkout, built outside of it, because building leaves files."""
+    sys.stderr.write(f"evenkeel: building a wheel of {checkout}, which may take half a minute\n")
     source, python = scratch / "source", checkout / ".venv" / "bin" / "python"
     shutil.copytree(checkout / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -44,11 +44,10 @@ STRONG, WEAK = "fixed global batch", "fixed batch a rank"  # keys of --json
 class ScalingCommand:
     """Measure how much faster a job gets with more ranks.
 
-      python -m evenkeel scaling -g 1,2 --output scaling.svg -- --batch-size 256
-      python -m evenkeel scaling -n 1,2 -g 4 -nr 0 --master node0     on the first of two nodes; on the other with -nr 1
+    Example: python -m evenkeel scaling -g 1,2 --output scaling.svg -- --batch-size 256
 
-    What follows after `--` are options of train.py. The runs are in temporary folders. Each number of ranks runs once
-    with the global batch of --batch-size, and once with a batch that grows with the ranks.
+    On two nodes add -n 1,2 -nr 0 --master node0, on the other node with -nr 1. Options of train.py follow `--`. Each
+    number of ranks runs once with the global batch of --batch-size, and once with a batch that grows with the ranks.
     """
 
     gpus: Annotated[str, tyro.conf.arg(aliases=["-g"], metavar="N,N,...")]

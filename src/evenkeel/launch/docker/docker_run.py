@@ -68,7 +68,7 @@ class Host:
 
 @dataclass(frozen=True)
 class ContainerNode(MultiNode):
-    """Start one node's share of a training job in a container. Options after -- are passed to train.py.
+    """Start one node's part of a training job in a container. Options after -- are passed to train.py.
 
       docker/run.py -g 4 -- --epochs 5                                     one node
       docker/run.py -n 2 -g 4 -nr 0 --master node0 -- --epochs 5           on the first of two nodes

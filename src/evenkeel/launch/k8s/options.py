@@ -24,7 +24,7 @@ class Submit:
       k8s/submit.py -n 2 -g 2 --gpu-resource none --image IMAGE --dry-run -- ...   on CPUs; print the YAML
 
     A pod that is evicted saves its last finished step, is made again, and continues. The image holds your code
-    (docs/docker.md), and the claim of --runs the runs.
+    as docs/docker.md says, and the claim of --runs the runs.
     """
 
     image: Annotated[str, tyro.conf.arg(metavar="NAME")]

@@ -224,7 +224,7 @@ def _meeting() -> str:
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """Start this node's share of a training job: one task of srun per node. Options after -- are passed to train.py.
+    """Start this node's part of a training job: one task of srun per node. Options after -- are passed to train.py.
 
       srun --ntasks-per-node=1 slurm/node.py -- --epochs 5        in salloc or a script of your own
 
