@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2405,
     "resilience": 1653,
     "training": 6240,
-    "run": 6737,
+    "run": 6741,
     "tasks": 2276,
     "mirror": 548,
     "launch": 2999,

@@ -33,19 +33,17 @@ from ..config import Config, differences, saved_options
 from ..config.options import ALIKE
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
-from ..distributed.data_parallel import replicas
 from ..distributed.devices import describe, explain_uneven
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
 from ..resilience.interruption import REGROUPING
-from ..training import compilation
 from ..training.cut import Cutter
 from ..training.task import Task
 from . import tracking
 from .checkpoint import Checkpoints
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
-from .fingerprint import MICRO_BATCH, fingerprint
+from .fingerprint import MICRO_BATCH, fingerprint_of_run
 from .records import is_run, is_untrained, read_facts, recorded_options
 from .resume import Resume
 from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, claim, has_begun, launch_token, prepare_folder
@@ -122,7 +120,7 @@ class Attempt:
         self._directory = claim(self.path, run, config.fresh) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             prepare_folder(self.path, run, config.fresh)
-        facts = _fingerprint(config, task, world)
+        facts = fingerprint_of_run(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, None, facts)
         self.checkpoints.keep_best, self.checkpoints.keep_every = config.keep_best, config.keep_every
@@ -293,7 +291,7 @@ class Attempt:
             return ended
         except OSError as error:
             return Ended(
-                f"--run-dir {self.path}: cannot be written on {socket.gethostname()}: {error.strerror or error}; "
+                f"--run-dir {near(self.path)}: cannot be written on {socket.gethostname()}: {error.strerror or error}; "
                 "free space or fix that, and run the same command again"
             )
 
@@ -357,16 +355,6 @@ class Attempt:
             self.say(cut_line)
             tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=cut_line)
         self.lead = Lead(directory, tracker)
-
-
-def _fingerprint(config: Config, task: Task, world: World) -> dict[str, str]:
-    """What this run's bits depend on here; the cut is added when it is decided."""
-    facts = fingerprint(task, world.device)
-    if (gpus := len(replicas(config.strategy, world.device))) > 1:
-        facts["strategy"] = f"dp on {gpus} GPUs"
-    if config.shard != "off":
-        facts["shard"] = "on"  # the norm and the optimizer's arithmetic are others
-    return facts | (compilation.facts(world.device) if config.compile else {})
 
 
 def _attempts(status: dict[str, Any]) -> int:

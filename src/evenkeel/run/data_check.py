@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..common.display import near
 from ..common.errors import Ended, Refusal
 from ..common.phases import CHECKPOINT, activity
 from ..config import Config
@@ -81,7 +82,7 @@ class DataCheck:
             self._read(OFTEN)  # samples that are random at each read are sometimes the same twice
             self._accepted_difference = difference(known, self._world.gather(self.digests))
             if self._accepted_difference and not any(there.accepts_difference for there in everywhere):
-                raise Refusal(f"--run-dir {self._path}: {self._accepted_difference}")
+                raise Refusal(f"--run-dir {near(self._path)}: {self._accepted_difference}")
         self.digests = {**known, **self.digests}
 
     def _refuse_other(self, before: Mapping[str, Any], first: RankData, rank: int, there: RankData) -> None:
@@ -96,9 +97,9 @@ class DataCheck:
             )
         if there.changed_epoch:
             raise Refusal(
-                f"--run-dir {self._path}: order({there.changed_epoch}) is not what it was when the run was in that "
-                "epoch, so that some samples would come twice; let it return the same at every start, name another "
-                "folder, or start over with --fresh"
+                f"--run-dir {near(self._path)}: order({there.changed_epoch}) is not what it was when the run was in "
+                "that epoch, so that some samples would come twice; let it return the same at every start, name "
+                "another folder, or start over with --fresh"
             )
         for part in first.samples | there.samples:
             if (expected := first.samples.get(part, 0)) != (number := there.samples.get(part, 0)):

@@ -22,6 +22,8 @@ from ..data.plan import read_cut
 if TYPE_CHECKING:
     import torch
 
+    from ..config import Config
+    from ..distributed.world import World
     from ..training.task import Task
 
 Fingerprint = Mapping[str, str]
@@ -42,6 +44,19 @@ ENVIRONMENT = (
 
 COMPUTING = ("data", "distributed", "training", "tasks")
 """Components of Evenkeel whose code counts. The others compute no numbers that reach the weights."""
+
+
+def fingerprint_of_run(config: Config, task: Task, world: World) -> dict[str, str]:
+    """What this run's bits depend on here; the cut is added when it is decided."""
+    from ..distributed.data_parallel import replicas
+    from ..training import compilation
+
+    facts = fingerprint(task, world.device)
+    if (gpus := len(replicas(config.strategy, world.device))) > 1:
+        facts["strategy"] = f"dp on {gpus} GPUs"
+    if config.shard != "off":
+        facts["shard"] = "on"  # the norm and the optimizer's arithmetic are others
+    return facts | (compilation.facts(world.device) if config.compile else {})
 
 
 def fingerprint(task: Task, device: torch.device) -> dict[str, str]:

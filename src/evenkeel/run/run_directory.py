@@ -23,7 +23,7 @@ import tomli_w
 
 from ..common import keeper_link
 from ..common.arguments import flag
-from ..common.display import say
+from ..common.display import near, say
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
@@ -220,17 +220,17 @@ def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
     """
     try:
         if path.exists() and not path.is_dir():
-            raise Refusal(f"--run-dir {path}: is a file; name a folder")
+            raise Refusal(f"--run-dir {near(path)}: is a file; name a folder")
         if path.is_dir() and not is_run(path) and (foreign := _foreign(path)):
             holds = foreign[0] + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else "")
-            raise Refusal(f"--run-dir {path}: is not empty and not a run: it has {holds}; name another folder")
+            raise Refusal(f"--run-dir {near(path)}: is not empty and not a run: it has {holds}; name another folder")
         if not (fresh or is_untrained(path)):
             _refuse_another_run(path, run)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".lock").open("ab").close()  # checks that files can be written here
     except OSError as error:
         raise Refusal(
-            f"--run-dir {path}: cannot be written: {error.strerror or error}; fix that or name another folder"
+            f"--run-dir {near(path)}: cannot be written: {error.strerror or error}; fix that or name another folder"
         ) from None
 
 
@@ -274,8 +274,8 @@ def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str
     for part, now in samples.items():
         if (before := known.get(part, now)) != now:
             raise Refusal(
-                f"--run-dir {path}: the {part} data had {before} samples and has {now} now, which changes their order, "
-                "so that some would come twice; restore the data of the run, name another folder, or start over "
+                f"--run-dir {near(path)}: the {part} data had {before} samples and has {now} now, which changes their "
+                "order, so that some would come twice; restore the data of the run, name another folder, or start over "
                 "with --fresh"
             )
 
@@ -286,8 +286,8 @@ def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None
     if before != order:
         was, now = before or "the usual order", order or "the usual order"
         raise Refusal(
-            f"--run-dir {path}: the training data was read in {was} and is read in {now} now, so that some samples "
-            "would come twice; restore what it depends on (index and options of the data set, sample_weights(), "
+            f"--run-dir {near(path)}: the training data was read in {was} and is read in {now} now, so that some "
+            "samples would come twice; restore what it depends on (index and options of the data set, sample_weights(), "
             "order(), sample_lengths()), name another folder, or start over with --fresh"
         )
 
@@ -302,7 +302,7 @@ def _lock(path: Path, timeout: float) -> IO[bytes]:
     if lock(file, time.monotonic() + silent):
         return file
     holder, _ = read_facts(path / "status.json")
-    where = f"--run-dir {path}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+    where = f"--run-dir {near(path)}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     if timeout > silent:
         say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s for its end", to_stderr=True)
     if not lock(file, time.monotonic() + timeout - silent):
@@ -362,10 +362,10 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
     if os.path.lexists(folder) and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
         gone = folder.is_symlink() and not folder.exists()
         why = f"it is a link to {folder.readlink()}, and nothing is there" if gone else "Permission denied"
-        raise Refusal(f"--run-dir {path}: its checkpoints cannot be read: {why}; fix that or name another folder")
+        raise Refusal(f"--run-dir {near(path)}: its checkpoints cannot be read: {why}; fix that or name another folder")
     if not config.exists() and step_folders(folder):
         raise Refusal(
-            f"--run-dir {path}: has a run without its config.toml, which identifies it; restore that file, "
+            f"--run-dir {near(path)}: has a run without its config.toml, which identifies it; restore that file, "
             "name another folder, or start over with --fresh"
         )
     status, _ = read_facts(path / "status.json")
@@ -381,7 +381,7 @@ def _refuse_another_run(path: Path, run: Identity) -> None:
         if not (status.get("step") or step_folders(folder)):
             more = " (it has not finished a step)"
         raise Refusal(
-            f"--run-dir {path}: has another run: {shown}; continue it with the old values, name another folder, "
+            f"--run-dir {near(path)}: has another run: {shown}; continue it with the old values, name another folder, "
             f"or start over with --fresh{more}"
         )
     refuse_other_data(path, status.get("samples", {}), run.samples)
