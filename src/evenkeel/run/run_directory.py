@@ -287,8 +287,8 @@ def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None
         was, now = before or "the usual order", order or "the usual order"
         raise Refusal(
             f"--run-dir {near(path)}: the training data was read in {was} and is read in {now} now, so that some "
-            "samples would come twice; restore what it depends on (index and options of the data set, sample_weights(), "
-            "order(), sample_lengths()), name another folder, or start over with --fresh"
+            "samples would come twice; restore what it depends on (index and options of the data set, "
+            "sample_weights(), order(), sample_lengths()), name another folder, or start over with --fresh"
         )
 
 
