@@ -23,7 +23,7 @@ BUDGET = {
     "data": 3135,
     "distributed": 2405,
     "resilience": 1653,
-    "training": 6240,
+    "training": 6254,
     "run": 6741,
     "tasks": 2276,
     "mirror": 548,

@@ -23,7 +23,7 @@ from evenkeel.run.sharded_checkpoint import await_writers, facts_of, write_rows,
 from evenkeel.run.sharded_resume import common_step
 from evenkeel.run.state_files import file_of, read_parts, rows_of
 from evenkeel.training.slots import Slots
-from evenkeel.training.staging import Staging, map_tensors, named_tensors
+from evenkeel.training.staging import Staging, map_tensors
 from tests.run.test_checkpoint import same
 from tests.support.processes import wait_until
 
@@ -263,11 +263,9 @@ class Rank:
         def capture(staging: Staging) -> dict[str, Any]:
             state = part(whole(step), self.rank, 3)
             captured, copy = staging.place({"done": [torch.tensor(step)], **state, "begun": [torch.tensor(step)]})
-            if killed:
-                first = next(iter(named_tensors(captured["model"]).values()))
-                first.fill_(float("nan"))  # the copy has begun
-                os.kill(os.getpid(), signal.SIGKILL)
             copy()
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             return {name: value for name, value in captured.items() if name not in ("done", "begun")}
 
         facts = facts_of(self.checkpoints, step, {}, "snapshot") | {"token": "token"}

@@ -111,6 +111,7 @@ class Sharding:
             dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
             atexit.register(dist.destroy_process_group)
         self.reduction, self._model, self._optimizers = ShardedReduction(world), model, optimizers
+        self._counted: tuple[list[Any], dict[str, int]] = [], {}
         replicas = world.world_size // self.ranks
         self._owners: dist.ProcessGroup | None = None
         if replicas == 1:
@@ -206,6 +207,14 @@ class Sharding:
     def described(self, state: dict[str, Any], whole: bool = False) -> dict[str, Any]:
         """A state that has this rank's rows of divided tensors, or all, and under "rows" how many there are of each.
         Of a ``whole`` state they are counted in it: the model may have others, which `State.load` refuses."""
+        entries = (entry for saved in state["optimizers"] for entry in saved["state"].items())
+        there = [whole, *state, *([i, *(name for name, it in entry.items() if it is not None)] for i, entry in entries)]
+        counted = self._counted
+        if whole or counted[0] != there:  # again after the first step, in which optimizers make their tensors
+            counted = self._counted = there, self._rows_of(state, whole)
+        return {**state, "rows": {"rank": self.rank, "ranks": self.ranks, "of": counted[1]}}
+
+    def _rows_of(self, state: dict[str, Any], whole: bool) -> dict[str, int]:
         of: dict[str, int] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             for part in ("model", "ema"):
@@ -218,7 +227,7 @@ class Sharding:
                 for name, it in saved["state"].get(i, {}).items():
                     if isinstance(it, Tensor) and it.shape == shape:
                         of[f"optimizers.{number}.state.{i}.{name}"] = len(self.whole[rows])  # = shape[0] of a whole one
-        return {**state, "rows": {"rank": self.rank, "ranks": self.ranks, "of": of}}
+        return of
 
     def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A described state with DTensors in place of this rank's rows."""

@@ -15,13 +15,15 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
 
 from ..common.deadlines import FOREVER, left
 from ..common.errors import Ended
@@ -31,6 +33,9 @@ from .staging import ALIGNED, Keys, Staging, map_tensors
 
 HEAD = 4096
 """Bytes before the first tensor; they begin with `SLOT_HEAD`."""
+
+PROTOCOL = 2
+"""Of pickle, as in `torch.save`, whose archive takes five times as long."""
 
 Layout = list[tuple[Keys, torch.dtype, tuple[int, ...]]]
 """Where in the state each tensor is, in the order in which they are stored."""
@@ -47,8 +52,8 @@ class Slot(Staging):
     def __init__(self, descriptor: int, *devices: torch.device) -> None:
         super().__init__(*devices)
         self._descriptor = descriptor
-        self._layout: Layout = []
-        self._end, self._layout_bytes = HEAD, 0
+        self._static: list[Any] = []  # the layout, and the "rows" of the state
+        self._end, self._static_bytes = HEAD, 0
 
     @property
     def step(self) -> int:
@@ -56,28 +61,32 @@ class Slot(Staging):
         return step_in(self._descriptor)
 
     def place(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
-        """As `Staging.place`; from here on the slot is not whole."""
+        """As `Staging.place`, but of the tensors only "done" and "begun" are in the result; :func:`read` returns them
+        all. From here on the slot is not whole."""
         clear(self._descriptor)
-        layout: Layout = []
-        state = {part: value for part, value in tree.items() if part not in ("done", "begun")}
-        map_tensors(state, lambda tensor, path: layout.append((path, tensor.dtype, tuple(tensor.shape))))
-        if layout != self._layout:  # in the first step only, unless the task's own state changes its shapes
-            self._end = _offsets(layout)[-1]
-            try:
-                os.posix_fallocate(self._descriptor, 0, self._end)  # a page that is missing later is a SIGBUS
-            except OSError as error:
-                size = f"{self._end / 1e6:.0f} MB"
-                raise Ended(f"--shard: no memory for this rank's rows ({size}, twice): {error.strerror}") from None
-            self._buffers = _views(mmap.mmap(self._descriptor, self._end), layout)
-            self._layout, packed = layout, _packed(layout)
-            self._layout_bytes = os.pwrite(self._descriptor, packed, self._end)
-        return super().place(tree, ends)
+        sources: dict[Keys, Tensor] = {}
+        plain = map_tensors(tree, lambda tensor, path: sources.update({path: tensor}))
+        static = [[(path, it.dtype, tuple(it.shape)) for path, it in sources.items()], plain.pop("rows")]
+        if static != self._static:  # in the first step only, unless the task's own state changes its shapes
+            self._allocate(static)
+        marks = {name: [self._buffers[name, i] for i in range(len(tree[name]))] for name in ("done", "begun")}
+        copy = partial(self._copy, list(self._buffers.values()), list(sources.values()), ends)
+        return plain | marks, copy
+
+    def _allocate(self, static: list[Any]) -> None:
+        self._end = _offsets(static[0])[-1]
+        try:
+            os.posix_fallocate(self._descriptor, 0, self._end)  # a page that is missing later is a SIGBUS
+        except OSError as error:
+            size = f"{self._end / 1e6:.0f} MB"
+            raise Ended(f"--shard: no memory for this rank's rows ({size}, twice): {error.strerror}") from None
+        self._buffers, self._static = _views(mmap.mmap(self._descriptor, self._end), static[0]), static
+        self._static_bytes = os.pwrite(self._descriptor, pickle.dumps(static, PROTOCOL), self._end)
 
     def complete(self, captured: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Store the plain data of a state whose tensors are here, and what else a reader must know. It is whole now."""
-        plain = map_tensors(captured, lambda _tensor, _path: None)
-        size = os.pwrite(self._descriptor, _packed([plain, dict(facts)]), self._end + self._layout_bytes)
-        os.pwrite(self._descriptor, SLOT_HEAD.pack(captured["step"], self._end, self._layout_bytes, size), 0)
+        size = os.pwrite(self._descriptor, pickle.dumps([captured, facts], PROTOCOL), self._end + self._static_bytes)
+        os.pwrite(self._descriptor, SLOT_HEAD.pack(captured["step"], self._end, self._static_bytes, size), 0)
 
 
 def clear(descriptor: int) -> None:
@@ -88,11 +97,11 @@ def clear(descriptor: int) -> None:
 def read(descriptor: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state in a slot, whose tensors are in the slot's memory, and the facts that were stored with it."""
     _, end, middle, size = SLOT_HEAD.unpack(os.pread(descriptor, SLOT_HEAD.size, 0))
-    layout, (plain, facts) = (
-        torch.load(io.BytesIO(os.pread(descriptor, number, begin)), weights_only=True)
+    (layout, rows), (plain, facts) = (
+        _weights_only_unpickler.load(io.BytesIO(os.pread(descriptor, number, begin)), encoding="utf-8")
         for number, begin in ((middle, end), (size, end + middle))
     )
-    return _filled(plain, _views(mmap.mmap(descriptor, end), layout)), facts
+    return _filled(plain, _views(mmap.mmap(descriptor, end), layout)) | {"rows": rows}, facts
 
 
 class Slots:
@@ -168,12 +177,6 @@ class Slots:
         for each in self._descriptors:
             if step_in(each) != step:
                 clear(each)
-
-
-def _packed(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 def _offsets(layout: Layout) -> list[int]:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -94,25 +95,25 @@ class Staging:
                 # with the same strides, so that a GPU needs no memory to rearrange them
                 buffer = torch.empty_like(source, device="cpu", requires_grad=False)
             buffers[path] = buffer
-            sources.append(source.detach())
+            sources.append(source)
             return buffer
-
-        def copy() -> None:
-            targets = list(buffers.values())
-            with ExitStack() as stack:
-                for stream in self._streams:
-                    # the device as well, because a new thread starts with cuda:0
-                    stack.enter_context(torch.cuda.device(stream.device))
-                    stack.enter_context(torch.cuda.stream(stream))
-                for part in (slice(0, ends), slice(ends, -ends), slice(-ends, None)):
-                    if targets[part]:
-                        torch._foreach_copy_(targets[part], sources[part], non_blocking=True)
-            for stream in self._streams:
-                stream.synchronize()
 
         placed = map_tensors(tree, buffer_for)
         self._buffers = buffers
-        return placed, copy
+        return placed, partial(self._copy, list(buffers.values()), sources, ends)
+
+    @torch.no_grad()
+    def _copy(self, targets: list[Tensor], sources: list[Tensor], ends: int) -> None:
+        with ExitStack() as stack:
+            for stream in self._streams:
+                # the device as well, because a new thread starts with cuda:0
+                stack.enter_context(torch.cuda.device(stream.device))
+                stack.enter_context(torch.cuda.stream(stream))
+            for part in (slice(0, ends), slice(ends, -ends), slice(-ends, None)):
+                if targets[part]:
+                    torch._foreach_copy_(targets[part], sources[part], non_blocking=True)
+        for stream in self._streams:
+            stream.synchronize()
 
 
 def in_one_piece(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -87,12 +87,12 @@ class State:
         """Steps skipped since this process began."""
         self.last_skipped = 0
         """The number of the last skipped step, counted from 1."""
-        saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
+        self._saved = list(model.state_dict(keep_vars=True))  # without non-persistent buffers
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # with --shard of p's rows
         self._named = dict(model.named_parameters(remove_duplicate=False))
-        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in saved}
+        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved}
         first: dict[Tensor, str] = {}  # of a buffer, such as that of a layer that the model has twice
         self._first_names = {name: first.setdefault(buffer, name) for name, buffer in buffers.items()}
         self.buffers = Buffers({name: buffer for buffer, name in first.items()}, model)
@@ -263,10 +263,11 @@ class State:
         # a loss may be computing with other weights right now, by torch.func.functional_call
         learned = dict(zip(self._named, local_rows(self._named.values()), strict=True)) | self.buffers.committed
         learned |= {name: self.buffers.committed[first] for name, first in self._first_names.items()}
-        model = self.model.state_dict(keep_vars=True)  # detached here: that of a DTensor is slow
+        if not learned.keys() >= set(self._saved):  # modules may add more
+            learned = self.model.state_dict(keep_vars=True) | learned
         live = {
             "done": self._seqlock.done,
-            "model": {name: learned.get(name, value).detach() for name, value in model.items()},
+            "model": {name: learned[name].detach() for name in self._saved},  # here: that of a DTensor is slow
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._optional_parts(),
         }
