@@ -339,7 +339,7 @@ def test_two_jobs_cannot_have_one_folder(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 2.0)
     assert refusal(path, fresh=True) == message
-    assert capsys.readouterr().err == f"evenkeel: --run-dir {path}: {who}; waiting up to 1 s for its end\n"
+    assert capsys.readouterr().err == f"evenkeel: --run-dir {path}: {who}; waiting up to 1 s for it to end\n"
 
 
 def test_a_restarted_job_waits_for_its_dying_predecessor(

@@ -304,7 +304,7 @@ def _lock(path: Path, timeout: float) -> IO[bytes]:
     holder, _ = read_facts(path / "status.json")
     where = f"--run-dir {near(path)}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     if timeout > silent:
-        say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s for its end", to_stderr=True)
+        say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s for it to end", to_stderr=True)
     if not lock(file, time.monotonic() + timeout - silent):
         raise Refusal(f"{where}; stop that job or name another folder")
     return file
