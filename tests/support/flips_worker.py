@@ -54,7 +54,7 @@ class Side:
                 return task.loss(network, batch)
 
         self.model = VerifiedLoss(loss, self.state, world, sampler.plan, Config(reduce="tree"))
-        nobody: Any = SimpleNamespace(config=config, world=world, directory=None, tracker=None)
+        nobody: Any = SimpleNamespace(config=config, world=world, status={}, lead=None, say=lambda _: None)
         self.verification = Verification(nobody, self.state, nobody)
         self.model.connect(self.verification)
 

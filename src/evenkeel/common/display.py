@@ -71,7 +71,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def near(path: Path) -> Path:
     """A path as it was typed, perhaps: relative to the working directory, if it is below that."""
     with contextlib.suppress(OSError, ValueError):  # the working directory is gone; or is another one
-        return path.relative_to(Path.cwd())
+        return path if path == Path.cwd() else path.relative_to(Path.cwd())
     return path
 
 

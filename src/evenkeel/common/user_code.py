@@ -16,13 +16,13 @@ from typing import Any
 from .errors import Refusal, place_of
 
 HINTS = {
-    r"NVIDIA driver|NVIDIA GPU|with CUDA|initialize CUDA": "leave out .cuda(): Evenkeel moves the model and batches",
+    r"Found no NVIDIA driver|not compiled with CUDA|re-initialize CUDA": "leave out .cuda(): Evenkeel moves all there",
     r"Target -?\d+ is out of bounds": "a label must be less than the number of the model's outputs, and not negative",
     r"target dtype to be Long|scalar type Long but": "class labels must be integers: call .long() in the data set",
     r"same dtype, but got Double|Double but found Float|Float but found Double": "call .float() in the data set",
     r"does not require grad and does not have a grad_fn": "leave out backward(): the training loop calls it",
-    r"DistributedDataParallel|init_process_group": "leave it out: Evenkeel does that",
-    r"values to unpack": "a batch has as many parts as a sample of the data set",
+    r"default process group (has not been initialized|twice)": "leave out process groups and DDP: Evenkeel makes them",
+    r"values to unpack": "if it is a batch, it has as many parts as a sample of the data set",
     r"\.model\(\) takes 1 positional": "call the argument: model(...), not self.model(...)",
     r"must be Tensor, not str$": "is the batch a dict? Then name its parts: batch['x']",
     r"^'(tuple|list|dict)' object has no attribute": "not a tensor, but several: take one of them",

@@ -110,7 +110,8 @@ class Diagnosis:
         return (beat.host, beat.pid) in {(each.host, each.pid) for each in self.outlook.frozen}
 
     def _diagnose(self) -> None:
-        self._collectives = flight_recorder.taken("gloo")  # once a frozen rank is killed, none is pending any more
+        with contextlib.suppress(Exception):
+            self._collectives = flight_recorder.taken("gloo")  # once a frozen rank is killed, none is pending any more
         with contextlib.suppress(Exception):  # a full disk, say
             faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback(self._watch.stacks, all_threads=True)

@@ -149,7 +149,7 @@ class Attempt:
         """Record a stop signal during the start, before there is a state to save. Any thread may call it."""
         if reason == REGROUPING:
             return
-        if self._directory and self._directory.begun:
+        if self._directory and self._directory.begun and self._directory.attempts == 1:  # else a state may be in memory
             with contextlib.suppress(OSError):
                 self._directory.update("stopped", reason=reason, fruitless=0)
         self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")

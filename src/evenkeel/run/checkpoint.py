@@ -39,6 +39,9 @@ from .state_files import Want, WrittenFile, clean, clean_locked, dump, read_stat
 
 log = logging.getLogger(__name__)
 
+LEFT_BEHIND = 600.0
+"""Seconds without a write, after which an incomplete checkpoint is one of a killed process."""
+
 LOCK_TIMEOUT = 10.0
 """Seconds that a planned checkpoint waits for another writer. A rescue has less: the rest of --grace."""
 
@@ -124,7 +127,7 @@ class Checkpoints:
         """
         with self.locked(time.monotonic() + LOCK_TIMEOUT) as alone:
             if alone:  # or ranks that are killed while they save, and start again from memory, fill the disk
-                clean_locked(self.folder)
+                clean_locked(self.folder, LEFT_BEHIND)
             return self._write(state, metrics, "checkpoint")
 
     def save_if_new(

@@ -76,11 +76,11 @@ class Ending:
         if metrics and lead:
             lead.tracker.evaluation(state.step, metrics)
         self._checkpointer.record_digests()
+        # without marks, and no other rank waits, except for the last rows
+        activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
         if not lead:
             self._saver.save_last(state, metrics)
             return
-        # without marks, and no other rank waits
-        activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
         early_reason = ""
         if state.step < attempt.plan.total_steps:
             early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"

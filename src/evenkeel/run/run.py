@@ -141,6 +141,7 @@ class Run:
                 run.finished = finished
                 shard(state, task, world, config)
                 if finished:
+                    interruption.rescue_with(lambda _signal: None)
                     yield run
                     return
                 # only now, because with --micro-batch auto the state is divided before the logs are open

@@ -12,6 +12,7 @@ torch is imported where it is used, as in checkpoint.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
@@ -206,15 +207,19 @@ def clean(folder: Path) -> None:
                 clean_locked(folder)
 
 
-def clean_locked(folder: Path) -> None:
-    """As :func:`clean`, by a process that has locked the folder."""
+def clean_locked(folder: Path, idle: float = 0.0) -> None:
+    """As :func:`clean`, by a process that has locked the folder; only what nobody has written to for some seconds, as a
+    writer goes on without the lock if its holder was frozen."""
     for old, final in replaced(folder).items():
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.replace(final)
     for temporary in folder.glob(".step-*.tmp"):
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # its writer has just renamed it
+            written = max(it.stat().st_mtime for it in (temporary, *temporary.iterdir()))
+            if time.time() - written >= idle:
+                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def set_aside(path: Path, damage: object) -> None:

@@ -28,8 +28,9 @@ HOOKS = {it: getattr(Task, it) for it in dir(Task) if it[0] != "_" and inspect.i
 ELSEWHERE = {
     "training_step": "loss", "compute_loss": "loss", "configure_optimizers": "optimizers", "validation_step": "metrics",
     "compute_metrics": "metrics", "train_dataloader": "train_dataset", "val_dataloader": "validation_dataset",
+    "collate_fn": "collate", "train_data": "train_dataset", "test_data": "test_dataset",
 }  # fmt: skip
-"""The methods in Lightning and transformers -> here."""
+"""Names in Lightning, transformers and other people's heads -> here."""
 
 NO_MODEL = r"batch|data|(out|output|pred|prediction|logit|score|input|target|label)s?|y|x|y_hat|y_pred"
 """Names of a first parameter that is taken for something else than the model."""
@@ -126,18 +127,18 @@ def refuse_other_parameters(task: type[Task]) -> None:
 
 
 def refuse_misspelt(task: type[Task]) -> None:
-    """Refuse a public method that nothing in its file calls, and whose name is close to that of one of Task's."""
-    for kind in task.__mro__[: task.__mro__.index(Task)]:
-        with contextlib.suppress(OSError, TypeError):  # no file, as in a notebook
-            source = inspect.getsource(sys.modules[kind.__module__])
-            for name, own in vars(kind).items():
-                public = inspect.isfunction(own) and name not in dir(Task) and not name.startswith("_")
-                meant = ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, HOOKS, 1, 0.8)), "")
-                if public and meant and not re.search(rf"[.\"']{name}\b", source):
-                    raise Refusal(
-                        f"{kind.__name__}.{name}(){_place(own)} is never called: did you mean {meant}()? Rename it; "
-                        f"a method of your own needs another name, such as _{name}()"
-                    )
+    """Refuse a public method that no file of the task's classes calls, and whose name is close to that of a hook."""
+    classes = task.__mro__[: task.__mro__.index(Task)]
+    with contextlib.suppress(OSError, TypeError):  # no file, as in a notebook
+        sources = "".join(inspect.getsource(sys.modules[name]) for name in sorted({it.__module__ for it in classes}))
+        for name, own in ((name, own) for kind in classes for name, own in vars(kind).items()):
+            public = inspect.isfunction(own) and name not in dir(Task) and not name.startswith("_")
+            meant = ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, HOOKS, 1, 0.9)), "")
+            if public and meant and not re.search(rf"[.\"']{name}\b", sources):
+                raise Refusal(
+                    f"{own.__qualname__}(){_place(own)} is never called: did you mean {meant}()? Rename it; "
+                    f"a method of your own needs another name, such as _{name}()"
+                )
 
 
 def refuse_own_init(task: type[Task]) -> None:

@@ -50,8 +50,8 @@ class SideEffects:
         for name, then, now in zip(self._state.names.values(), self._weights, bit_sums(self._state.names), strict=True):
             if then != now:
                 raise EndedHere(
-                    f"loss() or the model's forward() changes the weights of {name}: each rank would change its own, "
-                    "as often as it has micro-batches; change them in after_step(model, step, losses), also what "
+                    f"loss() or the model's forward() (or faulty memory) changes {name}: each rank would change its "
+                    "own, as often as it has micro-batches; change them in after_step(model, step, losses), also what "
                     "max_norm of an Embedding does, and start over with --fresh"
                 )
         found = dict(self._find_numbers())
@@ -75,6 +75,9 @@ class SideEffects:
 
 def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
     """For each tensor the sum of its bits as integers, by which a change is found."""
-    octets = [it.detach().flatten().view(torch.uint8) for it in tensors]
-    words = [len(it) % 8 == 0 == it.storage_offset() % 8 for it in octets]  # ten times as fast
-    return [int((it.view(torch.int64) if whole else it).sum()) for it, whole in zip(octets, words, strict=True)]
+    return [_bit_sum(it.detach().flatten().view(torch.uint8)) for it in tensors]
+
+
+def _bit_sum(octets: Tensor) -> int:
+    even = len(octets) - len(octets) % 8 if octets.storage_offset() % 8 == 0 else 0  # ten times as fast
+    return int(octets[:even].view(torch.int64).sum()) + int(octets[even:].sum())
