@@ -46,6 +46,25 @@ WRONG = [
 """Task of odd_tasks.py, exit code, what is said."""
 
 
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "if step.number != 1:\n            model.step(norm)",
+        "model.step(norm)\n        model.step(norm)",
+        "model.step(norm) if step.number != 1 else next(model.micro_batches(step)), model.step(norm)",
+        pytest.param("model.step(norm)", id="the control"),
+    ],
+)
+def test_a_loop_takes_each_step_once_after_all_of_its_micro_batches(tmp_path: Path, taken: str) -> None:
+    """Or the next epoch or resume would repeat or miss samples."""
+    loop, text, usual = tmp_path / "loop.py", TRAIN.read_text(), "        model.step(norm)  #"
+    assert usual in text
+    loop.write_text(text.replace(usual, f"        {taken}  #"))
+    code = 0 if taken == "model.step(norm)" else 1
+    done = run_forked(loop, *odd_job("Usual", tmp_path / "run"), expect=code)
+    assert ("evenkeel: call model.step(norm) exactly once" in done.stderr) == bool(code)
+
+
 @pytest.mark.parametrize(("task", "code", "expected"), WRONG)
 def test_a_task_that_cannot_be_trained_is_told_in_a_line(tmp_path: Path, task: str, code: int, expected: str) -> None:
     workers = int(task == "ManySizes")  # its line comes out of a loader process

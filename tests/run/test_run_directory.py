@@ -25,8 +25,9 @@ import tomli_w
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.run import run_directory
+from evenkeel.run.identity import Identity, prepare_folder
 from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
-from evenkeel.run.run_directory import Identity, RunDirectory, launch_token, prepare_folder
+from evenkeel.run.run_directory import RunDirectory, launch_token
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
 from tests.tasks.test_command_line import contents

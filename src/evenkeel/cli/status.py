@@ -32,8 +32,8 @@ from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, shown
 from ..common.processes import stat
 from ..config import Flag
+from ..run.identity import ASIDE
 from ..run.records import YOUNG, Tail, goodput, ledger, read_facts, values_of, verified
-from ..run.run_directory import ASIDE
 
 if TYPE_CHECKING:
     from ..launch.slurm.jobs import JobStatus

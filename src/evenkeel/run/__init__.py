@@ -16,7 +16,8 @@
     sharded_checkpoint.py  the rows of a rank in files, and the name that a checkpoint gets when all are there
     sharded_resume.py  each rank's rows, from memory or from files of any number of ranks
     ending.py         finished, stopped, failed or hung: what is saved and recorded
-    run_directory.py  the folder: claim and lock it, refuse another run's options, move a run aside, status.json
+    run_directory.py  the folder: claim and lock it, move a run aside, status.json
+    identity.py       whether a job may use the folder: empty, or with the same run in it
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
     records.py        read status.json, metrics.jsonl and config.toml as they were written, or as they grow; the ledger

@@ -44,9 +44,10 @@ from .checkpoint import Checkpoints
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint_of_run
+from .identity import Identity, prepare_folder
 from .records import is_run, is_untrained, read_facts, recorded_options
 from .resume import Resume
-from .run_directory import MAX_FRUITLESS, Identity, RunDirectory, adopt, claim, has_begun, launch_token, prepare_folder
+from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, claim, has_begun, launch_token
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
@@ -149,9 +150,10 @@ class Attempt:
         """Record a stop signal during the start, before there is a state to save. Any thread may call it."""
         if reason == REGROUPING:
             return
-        if self._directory and self._directory.begun and self._directory.attempts == 1:  # else a state may be in memory
+        if (mine := self._directory) and mine.begun:
+            state: RunState = "stopped" if mine.attempts == 1 else "running"  # later, a state may be in memory only
             with contextlib.suppress(OSError):
-                self._directory.update("stopped", reason=reason, fruitless=0)
+                mine.update(state, reason=reason, fruitless=0)
         self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
 
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]]) -> bool:

@@ -220,9 +220,9 @@ class Checkpoints:
             path.replace(unnamed)
             shutil.rmtree(unnamed)
 
-    def newest_manifest(self) -> Manifest | None:
-        """The newest readable manifest; its files are not checked."""
-        return next((manifest for _, manifest in self._manifests()), None)
+    def newest_manifest(self, step: int | None = None) -> Manifest | None:
+        """The newest readable manifest, or that of a step; its files are not checked."""
+        return next((manifest for _, manifest in self._manifests() if step in (None, manifest.step)), None)
 
     def _manifests(self) -> Iterator[tuple[Path, Manifest]]:
         """Yield the checkpoints whose manifest can be read, the newest first."""

@@ -17,7 +17,7 @@ from ..data.data_digest import CLOSE, OFTEN, ONCE, TRAINING, TWICE, Digest, Dige
 from ..data.dataset import SizedDataset
 from ..data.order import Listed, order_name, order_of
 from ..distributed.world import World
-from .run_directory import refuse_other_data, refuse_other_order
+from .identity import refuse_other_data, refuse_other_order
 
 log = logging.getLogger(__name__)
 

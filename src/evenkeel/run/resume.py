@@ -130,7 +130,7 @@ class Resume:
         saved = self._checkpoints.load_newest() if self._world.rank == holder else None
         # a damaged one has been set aside by now, and another node may hold the next best
         complete = saved and saved["step"] == newest
-        manifest = self._world.broadcast(self._checkpoints.newest_manifest() if complete else None, holder)
+        manifest = self._world.broadcast(self._checkpoints.newest_manifest(newest) if complete else None, holder)
         return manifest, self._world.broadcast_tensors(saved, holder) if manifest else {}
 
     def _from_memory(self, in_memory: Sequence[Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:

@@ -37,6 +37,7 @@ from ..data.plan import Assignment, Plan
 from ..data.sampler import ElasticSampler, Step, by_step
 from ..resilience.hang import Watch
 from ..resilience.interruption import Interruption
+from ..training.checks import wrong_step
 from ..training.cut import decide_cut, has_batchnorm, refuse_single_samples
 from ..training.determinism import operations_named
 from ..training.distributed_loss import DistributedLoss
@@ -257,6 +258,8 @@ class Run:
                 if self.asked_to_stop():
                     raise KeyboardInterrupt
                 yield step
+                if self.state.step != step.number + (not self.verification.again):
+                    raise wrong_step()
                 if self.state.is_over() or sampler.counts != self.step_log.shares.counts or self.verification.again:
                     break
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -22,14 +21,12 @@ from uuid import uuid4
 import tomli_w
 
 from ..common import keeper_link
-from ..common.arguments import flag
 from ..common.display import near, say
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
-from ..config import differences
-from .checkpoint import step_folders
-from .records import is_run, is_untrained, read_config, read_facts, read_record
+from .identity import Identity, prepare_folder, refuse_another_run
+from .records import is_run, is_untrained, read_facts, read_record
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +35,11 @@ RunState = Literal["running", "finished", "stopped", "failed"]
 LOCK_TIMEOUT = 10.0
 """Seconds to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
 
-ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
-"""Names of folders with runs that were moved aside."""
-
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
     "streams", "wandb", "tensorboard", "trackers", "media", "predictions", "profile", "config.toml", "report.html",
     "audit.json")  # fmt: skip
 """Files of a run in its folder besides status.json, and those of `evenkeel report` and `audit`."""
-
-BEFORE_A_RUN = {"logs": r"attempt-\d+", "slurm": r"job[.-].*|errors|starts-.*|\d{8}-\d{6}(-\d+)?|\..*\.tmp"}
-"""Folders that Slurm, another rank or a failed start may have made before the run, and what is in them."""
 
 MAX_FRUITLESS = 3
 """Maximum consecutive attempts that die before their first step."""
@@ -191,56 +182,13 @@ class RunDirectory:
         log.error("%s was deleted during the run and has been made again", self.path)
 
 
-@dataclass(frozen=True)
-class Identity:
-    """The facts that identify a run. Two starts of one run may differ only in harmless options."""
-
-    options: dict[str, Any]
-    """The options, from `config.saved_options`."""
-    harmless: frozenset[str] = frozenset()
-    """Options of the task that may change."""
-    samples: Mapping[str, int] = field(default_factory=dict)
-    """The number of samples of the training data and of each set of the evaluation."""
-    earlier: Mapping[str, Any] = field(default_factory=dict)
-    """Values of task options in runs that are older than the option (`Task.earlier`)."""
-    order: str | None = None
-    """The order of the training data, from `order.order_name`; None: not known here."""
-
-
-def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
-    """Check that a run may use a folder; create it if missing. Changes nothing in a run there.
-
-    Args:
-        path: the folder.
-        run: the run that wants it.
-        fresh: a run there will be moved aside.
-
-    Raises:
-        Refusal: it is a file, cannot be written, is not a run's, is another run's, or the run had other data.
-    """
-    try:
-        if path.exists() and not path.is_dir():
-            raise Refusal(f"--run-dir {near(path)}: is a file; name a folder")
-        if path.is_dir() and not is_run(path) and (foreign := _foreign(path)):
-            holds = foreign[0] + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else "")
-            raise Refusal(f"--run-dir {near(path)}: is not empty and not a run: it has {holds}; name another folder")
-        if not (fresh or is_untrained(path)):
-            _refuse_another_run(path, run)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / ".lock").open("ab").close()  # checks that files can be written here
-    except OSError as error:
-        raise Refusal(
-            f"--run-dir {near(path)}: cannot be written: {error.strerror or error}; fix that or name another folder"
-        ) from None
-
-
 def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
     """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use."""
     prepare_folder(path, run, fresh)
     locked = _lock(path, LOCK_TIMEOUT)
     untrained = is_untrained(path)  # again: the previous job may have started over
     if not (fresh or untrained):
-        _refuse_another_run(path, run)
+        refuse_another_run(path, run)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
         with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
@@ -267,29 +215,6 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
 def mark_failed(file: Path, reason: str, **facts: Any) -> None:
     """Record a failure in status.json in place of rank 0, which has ended, cannot run, or does not know the reason."""
     write_json(file, {"world_sizes": []} | read_facts(file)[0] | {"state": "failed", "reason": reason} | facts)
-
-
-def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str, int]) -> None:
-    """Refuse if the number of samples has changed, by part of the data; not all need be known."""
-    for part, now in samples.items():
-        if (before := known.get(part, now)) != now:
-            raise Refusal(
-                f"--run-dir {near(path)}: the {part} data had {before} samples and has {now} now, which changes their "
-                "order, so that some would come twice; restore the data of the run, name another folder, or start over "
-                "with --fresh"
-            )
-
-
-def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None:
-    """Refuse if the order of samples has changed. A status that is older than this fact has ""."""
-    before = known.get("order", "") if known.get("samples") else order
-    if before != order:
-        was, now = before or "the usual order", order or "the usual order"
-        raise Refusal(
-            f"--run-dir {near(path)}: the training data was read in {was} and is read in {now} now, so that some "
-            "samples would come twice; restore what it depends on (index and options of the data set, "
-            "sample_weights(), order(), sample_lengths()), name another folder, or start over with --fresh"
-        )
 
 
 def _write_config(path: Path, options: dict[str, Any]) -> None:
@@ -342,48 +267,3 @@ def _move_aside(path: Path) -> Path:
     raise Ended(
         f"--fresh: the run in {path} cannot be moved aside: {trouble}; move it away yourself, or name another --run-dir"
     )
-
-
-def _foreign(path: Path) -> list[str]:
-    """Names in a folder without a run that no job leaves there before its run."""
-
-    def ours(entry: Path) -> bool:
-        if pattern := BEFORE_A_RUN.get(entry.name):
-            return entry.is_dir() and all(re.fullmatch(pattern, inside.name) for inside in entry.iterdir())
-        return bool(re.fullmatch(rf"{ASIDE}|\.lock|\.(config\.toml|status\.json)\.\d+\.tmp", entry.name))
-
-    return sorted(entry.name for entry in path.iterdir() if not ours(entry))
-
-
-def _refuse_another_run(path: Path, run: Identity) -> None:
-    """Refuse options or data that differ from the run there, and checkpoints that cannot be read."""
-    folder, config = path / "checkpoints", path / "config.toml"
-    # they would count as none, and the run would start over
-    if os.path.lexists(folder) and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
-        gone = folder.is_symlink() and not folder.exists()
-        why = f"it is a link to {folder.readlink()}, and nothing is there" if gone else "Permission denied"
-        raise Refusal(f"--run-dir {near(path)}: its checkpoints cannot be read: {why}; fix that or name another folder")
-    if not config.exists() and step_folders(folder):
-        raise Refusal(
-            f"--run-dir {near(path)}: has a run without its config.toml, which identifies it; restore that file, "
-            "name another folder, or start over with --fresh"
-        )
-    status, _ = read_facts(path / "status.json")
-    before = read_config(config) if config.exists() else run.options
-    if changed := differences({**run.earlier, **before}, {**run.earlier, **run.options}, run.harmless):
-        shown = ", ".join(
-            f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
-            for name, old, new in changed
-        )
-        more = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
-        if not {"epochs", "max_steps"} & {name for name, *_ in changed}:
-            more = ""
-        if not (status.get("step") or step_folders(folder)):
-            more = " (it has not finished a step)"
-        raise Refusal(
-            f"--run-dir {near(path)}: has another run: {shown}; continue it with the old values, name another folder, "
-            f"or start over with --fresh{more}"
-        )
-    refuse_other_data(path, status.get("samples", {}), run.samples)
-    if run.order is not None:
-        refuse_other_order(path, status, run.order)

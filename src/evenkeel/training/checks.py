@@ -214,6 +214,14 @@ def checked_loss(loss: Any, trains: bool = True, of: str = "loss()") -> Tensor:
     return loss
 
 
+def wrong_step() -> EndedHere:
+    """The error for a loop of the user's own that does not take each step once: samples would be repeated or missed."""
+    return EndedHere(
+        "call model.step(norm) exactly once for each step of run.steps(), after all of model.micro_batches(step); to "
+        "leave out a step, pass an infinite norm, with --on-nonfinite skip"
+    )
+
+
 def wrong_backward(calls: int) -> EndedHere:
     """The error for a loop of the user's own that does not pass each micro-batch to `DistributedLoss.backward` once."""
     return EndedHere(

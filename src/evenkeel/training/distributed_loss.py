@@ -33,7 +33,7 @@ from ..distributed.transfer import Transfer
 from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
-from .checks import check_dense, explain, missing_gradients, same_parts, wrong_backward
+from .checks import check_dense, explain, missing_gradients, same_parts, wrong_backward, wrong_step
 from .loss import Loss, LossFunction
 from .oom import note_batch
 from .optimization import clip_grad_norm
@@ -119,7 +119,7 @@ class DistributedLoss:
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._batch: Any = None
-        self._side_effects, self._backward_calls = SideEffects(state, loss), 0
+        self._side_effects, self._backward_calls, self._complete = SideEffects(state, loss), 0, False
         self._samples, self._weight, self._last = 0, 0.0, False
         self._contribution = torch.zeros(())  # of the micro-batch to the step's mean loss
         self._part_values: Tensor | None = None  # of the micro-batch's loss, if it has named parts
@@ -142,7 +142,7 @@ class DistributedLoss:
         rank has the gradient of the global batch in ``.grad``.
         """
         self.state.clear_gradients()
-        self._loss.step = step.number
+        self._loss.step, self._complete = step.number, False
         self._side_effects.begin()
         self._collected, self._await_total, self._total = Fold(Tensor.add_), None, None
         counts = self._shares.counts if self._shares else ()
@@ -181,6 +181,7 @@ class DistributedLoss:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.task_state:
             self._begin_sum()  # while the norm is computed; not earlier, because a backward pass may change buffers too
+        self._complete = True
 
     def _finish_reduction(self, step: Step) -> None:
         activity.enter(REDUCTION)
@@ -275,6 +276,9 @@ class DistributedLoss:
         Args:
             norm: the gradient's norm, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
+        if not self._complete:
+            raise wrong_step()
+        self._complete = False
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
         if hasattr(norm, "full_tensor"):
             raise Ended(

@@ -24,7 +24,7 @@ from ...common.files import write_json
 from ...config import Config, Flag, option, saved_options
 from ...distributed.exits import exit_code
 from ...resilience.interruption import STOPPED
-from ...run import run_directory
+from ...run import identity, run_directory
 from ...run.checkpoint import Checkpoints
 from ...run.records import read_facts
 from .. import agent, launchers
@@ -158,8 +158,8 @@ def check_job(train_args: Sequence[str]) -> Config:
 
     config, task = parse(train_args)
     assert config.run_dir is not None  # resolved
-    run = run_directory.Identity(saved_options(config, task.options()), task.harmless, earlier=task.earlier)
-    run_directory.prepare_folder(config.run_dir, run, config.fresh)
+    run = identity.Identity(saved_options(config, task.options()), task.harmless, earlier=task.earlier)
+    identity.prepare_folder(config.run_dir, run, config.fresh)
     return config
 
 
