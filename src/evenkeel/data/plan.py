@@ -60,7 +60,8 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
-    """The maximum number of samples of a micro-batch; but a short last step of 3 samples is not cut into 2 and 1."""
+    """The maximum number of samples of a micro-batch. In an epoch's short last step a single sample joins another
+    micro-batch, because BatchNorm needs two: at a maximum of 2 and with `full_count`, 5 samples make 3 and 2."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0
