@@ -37,7 +37,9 @@ def check_model(model: Any, learns: bool = True, on_meta: bool = False) -> None:
     built without values, on purpose."""
     returned = f"model() returned {kind_of(model)}"
     if not isinstance(model, nn.Module):
-        raise Refusal(f"{returned}: it must return an nn.Module" + f", as {model.__name__}()" * isinstance(model, type))
+        raise Refusal(
+            f"{returned}: it must return an nn.Module" + (f", as {model.__name__}()" if isinstance(model, type) else "")
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise Refusal(f"{returned} whose {name} has no shape yet: call it once in model() with a batch of zeros")

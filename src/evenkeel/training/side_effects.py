@@ -22,11 +22,12 @@ class SideEffects:
 
     Args:
         state: whose weights only a commit may change. Those that --shard divides are not looked at.
+        on: not with --verify-every, which finds and mends faulty memory itself.
         loss: if it is a method of a task, numbers in the task's attributes count, as do those of modules.
     """
 
-    def __init__(self, state: State, loss: Any) -> None:
-        self._state, self._steps = state, 0
+    def __init__(self, state: State, loss: Any, on: bool = True) -> None:
+        self._state, self._steps, self._on = state, 0, on
         self._task = getattr(getattr(loss, "_embed", loss), "__self__", None)  # of a WholeBatch too
         self._weights: list[int] = []
         self._numbers: dict[str, float] = {}
@@ -35,7 +36,7 @@ class SideEffects:
     def begin(self) -> None:
         """The passes of a step begin."""
         self._steps += 1
-        looks = self._steps & (self._steps - 1) == 0 and not self._state.sharding
+        looks = self._on and self._steps & (self._steps - 1) == 0 and not self._state.sharding
         self._weights = bit_sums(self._state.names) if looks else []
         self._numbers = dict(self._find_numbers()) if looks else {}
 
