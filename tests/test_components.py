@@ -23,7 +23,7 @@ BUDGET = {
     "data": 3136,
     "distributed": 2405,
     "resilience": 1654,
-    "training": 6276,
+    "training": 6273,
     "run": 6770,
     "tasks": 2277,
     "mirror": 548,

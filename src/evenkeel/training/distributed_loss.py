@@ -119,11 +119,8 @@ class DistributedLoss:
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._batch: Any = None
-        self._side_effects, self._backward_calls, self._complete = (
-            SideEffects(state, loss, not config.verify_every),
-            0,
-            False,
-        )
+        self._side_effects = SideEffects(state, loss, not config.verify_every)
+        self._backward_calls, self._complete = 0, False
         self._samples, self._weight, self._last = 0, 0.0, False
         self._contribution = torch.zeros(())  # of the micro-batch to the step's mean loss
         self._part_values: Tensor | None = None  # of the micro-batch's loss, if it has named parts
