@@ -90,7 +90,7 @@ def test_what_is_in_memory_comes_to_the_disk_and_then_goes(run_dir: Path) -> Non
     wait_for_step(run_dir, starts(run_dir)[1] + 1, process)
     trainers = runs.workers_of(process).values()
     loaders = [child for trainer in trainers for child in runs.children(trainer)]
-    assert len(loaders) >= 2
+    assert len(loaders) == 2
     everybody = [*runs.keepers_of(process).values(), *trainers, *loaders]
     wait_until(lambda: not any(map(runs.bytes_in_memory, everybody)), "no more memory for it")
     assert finish(process).returncode == 0

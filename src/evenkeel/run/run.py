@@ -227,7 +227,7 @@ class Run:
         train_set = self.attempt.sets[TRAINING]
         how: Assignment = "dealt" if state.sharding else "share"
         sampler = ElasticSampler.of_run(plan, train_set, config.seed, world.world_size, world.rank, how)
-        if self._started_loader:
+        if self._started_loader is not None:  # its length is 0 until it has a sampler
             batches = self._started_loader.take(sampler)
         else:
             batches = loader(train_set, sampler, "train", config.num_workers, world.device)
