@@ -104,8 +104,8 @@ loader processes go on with the epoch after the next
 
 a rescue saves the weights that a loss computes with for the moment
     training/state.py | tests/training/test_staging.py
-    - dict(zip(self._named, local_rows(self._named.values()), strict=True)) | self.buffers.committed
-    + self.buffers.committed
+    - dict(zip(self._named, local_rows(self._named.values()), strict=True))
+    + dict[str, Tensor]()
 
 a block that is computed again moves BatchNorm's statistics a second time
     training/*.py | tests/training/test_recomputation.py | tests/promises/test_checkpoint_activations.py
@@ -463,7 +463,7 @@ images of 16 bits become darker by half a step
     + len(batch) == samples
 
 --digest-every: of a large tensor blocks that change places do not show
-    run/digest.py | tests/run/test_digest.py
+    training/digest.py | tests/training/test_digest.py
     - torch.arange(start // 8, start // 8 + len(words)
     + torch.arange(0, len(words)
 

@@ -123,8 +123,14 @@ class Attempt:
             prepare_folder(self.path, run, config.fresh)
         facts = fingerprint_of_run(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
-        self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep, None, facts)
-        self.checkpoints.keep_best, self.checkpoints.keep_every = config.keep_best, config.keep_every
+        self.checkpoints = Checkpoints(
+            self.path / "checkpoints",
+            config.keep,
+            None,
+            facts,
+            keep_best=config.keep_best,
+            keep_every=config.keep_every,
+        )
         self.logs = self.path / "logs"
         self.lead: Lead | None = None
         self.hosts: list[str] = []

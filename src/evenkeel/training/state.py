@@ -261,7 +261,7 @@ class State:
     def _live(self) -> dict[str, Any]:
         """The committed state itself, in the order in which it must be copied; of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
-        learned = dict(zip(self._named, local_rows(self._named.values()), strict=True)) | self.buffers.committed
+        learned = dict(zip(self._named, local_rows(self._named.values()), strict=True))
         learned |= {name: self.buffers.committed[first] for name, first in self._first_names.items()}
         if not learned.keys() >= set(self._saved):  # modules may add more
             learned = self.model.state_dict(keep_vars=True) | learned
