@@ -28,10 +28,10 @@ from evenkeel.data.sampler import Step
 from evenkeel.distributed.reduction import Tree
 from evenkeel.distributed.world import World
 from evenkeel.tasks.models import SmallCNN
+from evenkeel.training.classification import Classification
 from evenkeel.training.determinism import fix_arithmetic
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.state import State
-from evenkeel.training.task import Classification
 
 Side = Literal["ring", "ring again", "bf16", "tree", "alone"]
 SIDES: tuple[Side, ...] = ("ring", "ring again", "bf16", "tree", "alone")

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from .run.run import Run
     from .run.trackers import MetricsTracker
     from .tasks.command_line import parse
+    from .training.classification import Classification
     from .training.distributed_loss import DistributedLoss
     from .training.optimization import clip_grad_norm
-    from .training.task import Classification, Task, constants, secret
+    from .training.task import Task, constants, secret
 
 __version__ = "0.1.0"
 
@@ -93,7 +94,8 @@ _HOMES = {
     "tasks.command_line": ["parse"],
     "training.distributed_loss": ["DistributedLoss"],
     "training.optimization": ["clip_grad_norm"],
-    "training.task": ["Classification", "Task", "constants", "secret"],
+    "training.classification": ["Classification"],
+    "training.task": ["Task", "constants", "secret"],
 }
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from evenkeel.common.errors import Refusal
 from evenkeel.data.dataset import InMemory
 from evenkeel.distributed.data_parallel import Share, chunks, divide, refuse_company, replicas, samples_in
+from evenkeel.training.classification import Classification
 from evenkeel.training.loss import Loss
-from evenkeel.training.task import Classification
 
 
 class Forty(Classification):

@@ -24,12 +24,12 @@ from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
 from evenkeel.tasks.classify import Classify
+from evenkeel.training.classification import Classification
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.loss import Loss, LossFunction
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State
 from evenkeel.training.state_dicts import sha256
-from evenkeel.training.task import Classification
 
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH, EPOCHS = 62, 20, 4, 3  # a step has 5 micro-batches, the tail only one
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenkeel.training.task import Classification
+from evenkeel.training.classification import Classification
 from tests.support.validated_task import samples
 
 

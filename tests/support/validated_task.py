@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, random_split
 
-from evenkeel.training.task import Classification
+from evenkeel.training.classification import Classification
 
 WHOLE, TESTED = 71, 23  # 57 to train on and 14 to validate
 

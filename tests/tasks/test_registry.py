@@ -17,7 +17,7 @@ from evenkeel.config import Config
 from evenkeel.tasks import registry
 from evenkeel.tasks.command_line import parse
 from evenkeel.tasks.registry import built_in, default_task, load_task, refuse_other_parameters
-from evenkeel.training.task import Classification
+from evenkeel.training.classification import Classification
 
 Write = Callable[[str, str], Path]
 

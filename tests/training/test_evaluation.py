@@ -23,8 +23,9 @@ from evenkeel.data.dataset import InMemory, SizedDataset
 from evenkeel.data.randomness import seed_host
 from evenkeel.distributed.world import World
 from evenkeel.training.checks import checked_summary
+from evenkeel.training.classification import Classification
 from evenkeel.training.evaluation import Evaluation, same_tensors
-from evenkeel.training.task import Classification, Task
+from evenkeel.training.task import Task
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), launched=False)
 CLASSES = 3

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from evenkeel.config import Config
 from evenkeel.distributed.world import World
 from evenkeel.training import flops as module
+from evenkeel.training.classification import Classification
 from evenkeel.training.flops import PEAKS, flops, peak, per_sample
-from evenkeel.training.task import Classification
 
 CPU = World(0, 0, 1, 1, torch.device("cpu"), launched=False)
 BATCH = (torch.zeros(4, 10), torch.zeros(4, dtype=torch.long))

@@ -11,10 +11,10 @@ from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
+from evenkeel.training.classification import Classification
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State
-from evenkeel.training.task import Classification
 from tests.support.steps import passes
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"), launched=False)

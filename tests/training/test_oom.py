@@ -17,11 +17,11 @@ from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.distributed.world import World
 from evenkeel.training.batch_size_finder import Probe
+from evenkeel.training.classification import Classification
 from evenkeel.training.evaluation import Evaluation
 from evenkeel.training.oom import OutOfMemory, _others, explained, explaining, next_smaller, note_batch, remedy
 from evenkeel.training.optimization import build_optimizer
 from evenkeel.training.state import State
-from evenkeel.training.task import Classification
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU, launched=False)

@@ -20,8 +20,9 @@ from evenkeel.config import Config, validate
 from evenkeel.tasks.transformer import Decoder
 from evenkeel.training import flops as flops_module
 from evenkeel.training.checks import explain
+from evenkeel.training.classification import Classification
 from evenkeel.training.recomputation import recompute, repeated_blocks, without_recomputation
-from evenkeel.training.task import Classification, constants
+from evenkeel.training.task import constants
 
 WIDTH = 8
 

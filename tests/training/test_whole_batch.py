@@ -18,12 +18,13 @@ from evenkeel.data.plan import Plan
 from evenkeel.data.randomness import derive, seed_computation
 from evenkeel.data.sampler import Step
 from evenkeel.training.arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
+from evenkeel.training.classification import Classification
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.oom import explained
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.precision import Scaler
 from evenkeel.training.state import State
-from evenkeel.training.task import Classification, Task
+from evenkeel.training.task import Task
 from evenkeel.training.whole_batch import WholeBatch, of_whole_batches, refuse_unfit
 from evenkeel.training.whole_batch_evaluation import evaluation_of
 from tests.support.steps import passes

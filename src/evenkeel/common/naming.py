@@ -105,7 +105,7 @@ def owner(frame: traceback.FrameSummary) -> str:
     """Whose file a frame is in: "engine", "package", "Python" or "user", which the built-in tasks are too."""
     name, engine = frame.filename, Path(__file__).parents[1]
     is_task = name.startswith(f"{engine / 'tasks'}{os.sep}") and not name.endswith("registry.py")
-    is_task |= name == str(engine / "training" / "task.py") and "labels" in (frame.line or "")  # Classification's
+    is_task |= name == str(engine / "training" / "classification.py")
     if name.startswith(("<frozen", f"{engine}{os.sep}")) and not is_task:
         return "engine"
     if {"site-packages", "dist-packages"} & {*Path(name).parts}:

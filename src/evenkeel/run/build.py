@@ -30,6 +30,7 @@ from ..distributed.sync_batchnorm import synchronise
 from ..distributed.world import World
 from ..training.batch_size_finder import Probe
 from ..training.checks import check_model, checked_optimizers
+from ..training.classification import Classification
 from ..training.compilation import compile_networks, in_place
 from ..training.cut import refuse_single_samples
 from ..training.determinism import fix_arithmetic, threads_of_a_rank
@@ -42,7 +43,7 @@ from ..training.refresh import Refresh, refuse_unrefreshable
 from ..training.schedulers import Schedulers, checked_schedulers
 from ..training.shares import refuse_unequal
 from ..training.state import State
-from ..training.task import Classification, Task
+from ..training.task import Task
 from ..training.task_data import evaluation_sets, has_own_collate, refuse_overlap, training_set
 from ..training.task_state import TaskState
 from ..training.whole_batch import refuse_unfit

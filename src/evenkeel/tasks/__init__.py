@@ -22,8 +22,9 @@ from ..data.dataset import InMemory
 from ..data.order import balanced, buckets
 from ..data.shards import Shards
 from ..data.streams import Streams
+from ..training.classification import Classification
 from ..training.sum_metrics import SumMetrics
-from ..training.task import Classification, Task, constants, secret
+from ..training.task import Task, constants, secret
 from .digits import digits
 
 __all__ = [

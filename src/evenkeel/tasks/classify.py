@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..common.errors import Ended, Refusal
 from ..config import BELOW_1, FINITE, NAME, Flag, option
 from ..data.dataset import SizedDataset
-from ..training.task import Classification
+from ..training.classification import Classification
 from . import datasets, models
 from .datasets import ABOUT
 from .decoding import Decode
