@@ -15,11 +15,11 @@ from evenkeel.data.plan import MicroBatch
 from evenkeel.data.randomness import seed_computation
 from evenkeel.distributed.devices import describe
 from evenkeel.distributed.world import World
-from evenkeel.run.digest import digests
 from evenkeel.run.fingerprint import differences, fingerprint
 from evenkeel.run.weights import read_weights
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.arrivals import BACKWARD, FORWARD, LOADING, STEPS, Arrivals
+from evenkeel.training.digest import digests
 from evenkeel.training.flops import peak, per_sample
 from tests.data.test_randomness import SEEDS
 from tests.distributed.test_devices import gpu

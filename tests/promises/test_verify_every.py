@@ -15,8 +15,8 @@ from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import Step
 from evenkeel.distributed.world import World
 from evenkeel.run.checkpoint import load
-from evenkeel.run.digest import on_host
 from evenkeel.run.verified_loss import VerifiedLoss
+from evenkeel.training.digest import on_host
 from evenkeel.training.staging import named_tensors as flat
 from evenkeel.training.state import State
 from tests.support.components import has

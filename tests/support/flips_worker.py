@@ -25,9 +25,9 @@ from evenkeel.config import Config
 from evenkeel.data.loader import loader
 from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
-from evenkeel.run.digest import digests, on_host
 from evenkeel.run.verification import Verification
 from evenkeel.run.verified_loss import VerifiedLoss
+from evenkeel.training.digest import digests, on_host
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.precision import autocast
 from evenkeel.training.state import State

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evenkeel.data.dataset import InMemory
-from evenkeel.training.task import Classification
+from evenkeel.training.classification import Classification
 
 
 class Wide(Classification):

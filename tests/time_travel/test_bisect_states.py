@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from evenkeel.run.digest import digests
 from evenkeel.time_travel.bisect import _differ
+from evenkeel.training.digest import digests
 from evenkeel.training.staging import named_tensors
 from evenkeel.training.state import State
 

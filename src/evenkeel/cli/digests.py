@@ -66,7 +66,7 @@ def name_tensors(a: Digests, b: Digests) -> str:
 
 def digests_of(checkpoint: Path) -> Digests:
     """Those of a checkpoint's tensors; raises Damaged."""
-    from ..run.digest import digests
+    from ..training.digest import digests
     from ..training.staging import named_tensors
 
     return digests(named_tensors(load(checkpoint)))

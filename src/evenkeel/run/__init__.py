@@ -25,7 +25,6 @@
     verified_loss.py  its loss: what a rank's first micro-batch contributes, and the same computed again
     bit_flips.py      what `chaos --faults bitflip` plants
     fingerprint.py    what the bits depend on besides options: machine, libraries, code; for --strict-bits
-    digest.py         a digest of 64 bits for each tensor, to compare two runs
     chain.py          the ledger of --digest-every: each record is chained to the one before
     predictions.py    --save-predictions
     tracking.py       metrics.jsonl, the lines on the screen, a log for each rank

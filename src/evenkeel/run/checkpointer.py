@@ -8,11 +8,11 @@ from collections.abc import Callable
 from ..common.phases import CHECKPOINT, activity
 from ..data.data_digest import TRAINING
 from ..training import compilation
+from ..training.digest import digests
 from ..training.state import State
 from .attempt import Attempt
 from .chain import options_digest, samples_digest, whole_steps
 from .checkpoint import known_step
-from .digest import digests
 from .saver import Saver
 from .sharded_saver import ShardedSaver
 

@@ -39,13 +39,13 @@ from ..common.naming import BIT_FLIPS, name_ranks
 from ..common.phases import VERIFICATION, activity
 from ..config import Config
 from ..distributed.devices import describe, node_name
+from ..training.digest import digests, on_host
 from ..training.state import State
 from ..training.task import Task
 from ..training.whole_batch import of_whole_batches
 from .attempt import Attempt
 from .checkpoint import step_of
 from .checkpointer import Checkpointer
-from .digest import digests, on_host
 from .verified_loss import Given, VerifiedLoss
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..data.plan import MicroBatch
 from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import Step
+from ..training.digest import bit_sum, on_host
 from ..training.distributed_loss import DistributedLoss
 from ..training.whole_batch import cloned
 from .bit_flips import BitFlips
-from .digest import bit_sum, on_host
 
 Given = tuple[MicroBatch, Any] | None
 """A micro-batch and its batch; None: of a rank that idles."""

@@ -27,12 +27,12 @@ from ..launch.fit import OWN_LOOPS
 from ..resilience.interruption import Resident
 from ..run.chain import samples_of, whole_steps
 from ..run.checkpoint import Checkpoints, step_of
-from ..run.digest import digests
 from ..run.ending import Ending
 from ..run.fingerprint import MICRO_BATCH, Fingerprint, describe, differences
 from ..run.records import is_run, read_config, read_facts, read_records
 from ..run.run import Run
 from ..tasks.command_line import parse
+from ..training.digest import digests
 from ..training.nonfinite import NonFinite
 from ..training.task import Task
 from .agreement import Recorded, agreement

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..run.digest import digests
+from ..training.digest import digests
 
 Entry = tuple[str, str]
 """What was computed, and a digest of its bits."""

@@ -5,7 +5,7 @@ rates and commits: the optimizers step on all ranks, or all ranks skip a step th
 changes the state, so between two commits another thread may copy it at any time.
 
 - task: model, loss and metrics; the class that a user writes. task_data: its data, and how a run prepares it.
-  task_training: its optimizers, and its own state
+  task_training: its optimizers, and its own state. classification: the task of inputs with a label each
 - loss: the loss and the model in one module, which DDP wraps
 - distributed_loss: forward and backward passes of a step, DDP around them, and clipping
 - whole_batch: losses over all samples of a step, in the memory of one micro-batch; whole_batch_evaluation: their
@@ -13,6 +13,7 @@ changes the state, so between two commits another thread may copy it at any time
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - shares: how many micro-batches each rank computes, by its speed (--shares)
+- digest: 64 bits for each tensor, to compare the bits of two runs, or of two moments
 - side_effects: weights and numbers that a loss changes, which it must not
 - sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks
 - memory_parts: how many bytes of a rank's memory each part of the state takes

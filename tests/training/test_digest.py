@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenkeel.config import Config
-from evenkeel.run.digest import bit_sum, digests
+from evenkeel.training.digest import bit_sum, digests
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.staging import named_tensors
 from evenkeel.training.state import State

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..training.state_dicts import undivided
+from .state_dicts import undivided
 
 CHUNK = 1 << 20
 """Words at a time: 8 MiB, so that a large tensor needs little memory besides its own."""
