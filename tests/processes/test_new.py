@@ -163,6 +163,7 @@ def test_a_newer_wheel_of_the_same_version_is_installed(made: Made) -> None:
             file.writestr(name, content)
     (mine := made.folder.parent / "mine").symlink_to(made.folder / ".venv")
     created = (mine / "pyvenv.cfg").stat().st_mtime_ns
+    (mine / "bin" / "pip").unlink()  # as in an environment that uv has made
     done = make(made.folder, "setup", f"VENV={mine}", PIP_FIND_LINKS=str(made.folder.parent / "index"))
     assert f"{mine}/bin/pip install" in done
     made("python -c __import__('evenkeel').NEWER")
