@@ -163,16 +163,19 @@ def test_there_stays_what_the_retention_says(store: Store, tmp_path: Path) -> No
     assert {name.split("/")[0][-1] for name in objects(store)} == {"2", "3", "4", "7"}
 
 
-def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["listed", "uploaded"])
+def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     first, second = saved(folder, 1), saved(folder, 2)
     copies = copier(store, tmp_path / "run")
-    put = store.put
+    put, listed = store.put, copies.checkpoints.all()
 
-    def gone(path: Path) -> None:
+    def gone(path: Path | None = None) -> Any:
         shutil.rmtree(first, ignore_errors=True)
-        put(path)
+        return put(path) if path else listed
 
+    if moment == "listed":
+        copies.checkpoints.all = gone  # type: ignore[method-assign]
     copies.store.put = gone  # type: ignore[method-assign]
     copies._pass(False)
     assert [*store.manifests()] == [step_of(second)]

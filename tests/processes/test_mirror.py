@@ -99,6 +99,11 @@ def test_a_store_that_is_away_for_a_while_delays_nothing(port: int, tmp_path: Pa
     step = told_step(run_dir)
     wait_beside(process, lambda: told_step(run_dir) >= step + 9, "nine steps without the store")
     proxy.back()
+    wait_beside(process, lambda: steps_in(port, url)[-1] > step, "a checkpoint made meanwhile, there")
+    proxy.away()
+    wait_beside(process, (run_dir / "summary.json").exists, "the end without the store")
+    time.sleep(2)
+    proxy.back()
     done = finish(process)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"{url}: is away: .*; the job goes on, .*\n.*{url}: can be reached again", done.stderr), (
@@ -110,7 +115,7 @@ def test_a_store_that_is_away_for_a_while_delays_nothing(port: int, tmp_path: Pa
 
 def test_a_store_that_stays_away_is_said_at_the_end(port: int, tmp_path: Path) -> None:
     url, proxy, run_dir = s3.new_url(), s3.Proxy(port), tmp_path / "run"
-    process = launched(proxy, *words(run_dir, url))
+    process = launched(proxy, *words(run_dir, url, "--grace", 3))
     wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
     proxy.away()
     done = finish(process, 60)
