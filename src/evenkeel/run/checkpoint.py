@@ -241,13 +241,13 @@ class Checkpoints:
         return None
 
     def best_path(self) -> Path | None:
-        """The checkpoint with the best metric, the newest of several; None if none has an evaluation."""
+        """The checkpoint with the best metric, the oldest of several; None if none has an evaluation."""
         return next(iter(self.best_paths()), None)
 
     def best_paths(self) -> list[Path]:
-        """The `keep_best` checkpoints with the best metrics, the best first, of equal ones the newest first."""
+        """The `keep_best` checkpoints with the best metrics, the best first, of equal ones the oldest first."""
         scores = {path: score for path, score in self._scores().items() if score > -math.inf}
-        return sorted(scores, key=scores.__getitem__, reverse=True)[: self.keep_best]
+        return sorted(reversed(scores), key=scores.__getitem__, reverse=True)[: self.keep_best]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation would be among the `keep_best` best ones; one that is as good as the last is not."""
