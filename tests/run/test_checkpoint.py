@@ -411,7 +411,7 @@ def test_a_damaged_old_one_does_not_stand_in_the_way(
     for step in (2, 3, 4):
         checkpoints.save(state(step), {"accuracy": 0.9})
     assert same(checkpoints.load_newest(), state(4))
-    assert steps(checkpoints) == [3, 4]
+    assert steps(checkpoints) == [2, 3, 4], "the first of equal ones is the best"
 
 
 def test_a_flipped_bit_anywhere_in_the_manifest(checkpoints: Checkpoints) -> None:

@@ -102,15 +102,15 @@ class Copier:
         for path in reversed(self.checkpoints.all()):
             with contextlib.suppress(FileNotFoundError):  # it has just been deleted
                 times[path] = (path / MANIFEST).stat().st_mtime_ns
-        new = [path for path, time in times.items() if self._done.get(path) != time]
+        new = [path for path, now in times.items() if self._done.get(path) != now]
         if not new and not last:
             return
         if not self.lease.mine and not self._orphaned:
             self._claim()
-        for name, time in self._times().items():
-            if self._sent.get(name) != time:
+        for name, now in self._times().items():
+            if self._sent.get(name) != now:
                 self.store.write(name, self.run_dir / name)
-                self._sent[name] = time
+                self._sent[name] = now
         there = self.store.manifests() if new else {}
         for path in new:
             try:

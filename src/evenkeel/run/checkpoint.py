@@ -247,7 +247,7 @@ class Checkpoints:
     def best_paths(self) -> list[Path]:
         """The `keep_best` checkpoints with the best metrics, the best first, of equal ones the oldest first."""
         scores = {path: score for path, score in self._scores().items() if score > -math.inf}
-        return sorted(reversed(scores), key=scores.__getitem__, reverse=True)[: self.keep_best]
+        return sorted(scores, key=lambda path: (-scores[path], step_of(path)))[: self.keep_best]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation would be among the `keep_best` best ones; one that is as good as the last is not."""
