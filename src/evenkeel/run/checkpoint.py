@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -272,6 +273,18 @@ def refuse_another_run(checkpoints: Checkpoints) -> None:
         now = read_json(checkpoints.folder.parent / "status.json").get("run_id")
         if now and checkpoints.run_id and now != checkpoints.run_id:
             raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", checkpoints.place)
+
+
+def await_writer(checkpoints: Checkpoints) -> None:
+    """At a start: wait for a process that an earlier attempt has left and that still writes (`folder_locked`)."""
+    if not checkpoints.folder.exists():
+        return
+    with folder_locked(checkpoints.folder, kind=fcntl.LOCK_SH) as free:
+        pass
+    if not free:
+        log.warning("waiting for a process of an earlier attempt that is still writing to %s", checkpoints.place)
+        with folder_locked(checkpoints.folder, time.monotonic() + LOCK_TIMEOUT, fcntl.LOCK_SH):
+            pass
 
 
 def known_step(checkpoints: Checkpoints) -> int | str:
