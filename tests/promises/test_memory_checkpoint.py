@@ -311,6 +311,19 @@ def test_a_second_ctrl_c_for_the_trainer_is_one_for_its_keeper(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_the_last_checkpoint_survives_the_death_of_the_rank_that_writes_it(tmp_path: Path) -> None:
+    """All others have finished by then."""
+    run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 6)
+    words = job(run_dir, "--checkpoint-every", 0, "--eval-every", 1000, "--task", task)
+    process = start(torchrun(2, TRAIN, *words), env=runs.OWN)
+    wait_until(lambda: [*run_dir.glob("checkpoints/.step-00000027.*.tmp/state.pt")], "the last checkpoint")
+    time.sleep(0.5)  # in memory it is whole by now
+    os.kill(runs.workers_of(process)[0], signal.SIGKILL)
+    ended(process)
+    assert starts(run_dir) == [0, 27]
+
+
+@pytest.mark.slow
 def test_a_start_waits_for_what_a_keeper_has_left_to_a_child(tmp_path: Path) -> None:
     run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 25)
     words = job(run_dir, *RARE, "--checkpoint-every", 3, "--keeper-restarts", 0, "--grace", 1, "--task", task)
