@@ -82,8 +82,7 @@ class Copier:
         threading.Thread(target=self._renew, daemon=True).start()
         last = False
         while not last or self._trouble:
-            if last:
-                time.sleep(POLL)
+            time.sleep(POLL * last)
             last = self.over.wait(RETRY if self._trouble else POLL)  # then the pass sees all that they have saved
             trouble = ""
             try:

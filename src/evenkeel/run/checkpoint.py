@@ -277,14 +277,11 @@ def refuse_another_run(checkpoints: Checkpoints) -> None:
 
 def await_writer(checkpoints: Checkpoints) -> None:
     """At a start: wait for a process that an earlier attempt has left and that still writes (`folder_locked`)."""
-    if not checkpoints.folder.exists():
-        return
-    with folder_locked(checkpoints.folder, kind=fcntl.LOCK_SH) as free:
-        pass
-    if not free:
-        log.warning("waiting for a process of an earlier attempt that is still writing to %s", checkpoints.place)
-        with folder_locked(checkpoints.folder, time.monotonic() + LOCK_TIMEOUT, fcntl.LOCK_SH):
-            pass
+    for until in (0.0, time.monotonic() + LOCK_TIMEOUT) if checkpoints.folder.exists() else ():
+        with folder_locked(checkpoints.folder, until, fcntl.LOCK_SH) as free:
+            if free or until:
+                return
+        log.warning("a process of an earlier attempt is still writing to %s; waiting for it", checkpoints.place)
 
 
 def known_step(checkpoints: Checkpoints) -> int | str:

@@ -107,7 +107,7 @@ class Transformed(Dataset[Any]):
 
     def __init__(self, dataset: SizedDataset, transform: Callable[[Tensor], Tensor]) -> None:
         self.dataset, self.transform = dataset, transform
-        self.take_part = getattr(dataset, "take_part", None)
+        self.stand_ins = getattr(dataset, "stand_ins", None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -149,7 +149,7 @@ class ImageFolder(Dataset[Any]):
         # one array, because each loader process would copy a million strings when it counts references to them
         self.paths = np.array([os.fsencode(Path(path).relative_to(self.folder)) for path, _ in samples], dtype=bytes)
         self.labels = torch.tensor([label for _, label in samples])
-        self._parts = list[Sequence[int]]()
+        self.stand_ins = list[Sequence[int]]()  # `Limited` adds its indices, among which others replace a bad one
         self._logged = torch.zeros(len(samples), dtype=torch.bool)
         if on_bad_sample == "skip":
             self._logged.share_memory_()  # type: ignore[no-untyped-call]  # by the loader processes of a rank
@@ -169,7 +169,7 @@ class ImageFolder(Dataset[Any]):
 
             black = Image.new("RGB", (8, 8))
             return seen(black, b"", self.look) if self.look else pixels(black), -1
-        among = next((part for part in self._parts if index in part), range(len(self)))
+        among = next((part for part in self.stand_ins if index in part), range(len(self)))
         for _ in range(100):
             other = among[int(torch.randint(len(among), ()))]
             try:
@@ -177,10 +177,6 @@ class ImageFolder(Dataset[Any]):
             except BadSample as bad:
                 self._log(other, bad)
         raise BadSample(f"{self._name(index)} does not decode, nor do 100 others that were drawn instead")
-
-    def take_part(self, indices: Sequence[int]) -> None:
-        """From here on a sample at one of these indices is replaced by another of them (`Limited`)."""
-        self._parts.append(indices)
 
     def _decode(self, index: int) -> Tensor:
         """An image, [3, H, W], or what is seen of it. Raises what :func:`read_image` raises."""

@@ -24,8 +24,7 @@ class SideEffects:
     Args:
         state: whose weights only a commit may change. Those that --shard divides are not looked at.
         on: not with --verify-every, which finds and mends faulty memory itself.
-        loss: if it is a method of a task, numbers in the task's attributes count, as do those of modules, their modes,
-            and buffers that no checkpoint has.
+        loss: if it is a method of a task, numbers in the task's attributes count, as do those of modules.
     """
 
     def __init__(self, state: State, loss: Any, on: bool = True) -> None:
@@ -85,10 +84,9 @@ class SideEffects:
                 if type(value) in (int, float) or (name == "training" and type(value) is bool):
                     yield f"{owner}.{name}", value
         if self._steps > 1:  # the first step may fill caches; one that grows has another name
-            saved, buffers = self._state.buffers.committed, dict(self._state.model.named_buffers())
-            unsaved = {name: it for name, it in buffers.items() if name not in saved and it.layout is torch.strided}
-            sums = {f"model.{name} {list(it.shape)}": _word_sum(it.detach()) for name, it in unsaved.items()}
-            yield from on_host(sums).items()
+            buffers, saved = self._state.model.named_buffers(), self._state.buffers.committed
+            here = ((name, it) for name, it in buffers if name not in saved and it.layout is torch.strided)
+            yield from on_host({f"model.{name} {list(it.shape)}": _word_sum(it.detach()) for name, it in here}).items()
 
 
 def _word_sum(tensor: Tensor) -> Tensor:
