@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from evenkeel.common.errors import Refusal
-from evenkeel.mirror.copying import Copier
+from evenkeel.mirror.copying import DONE, Copier
 from evenkeel.mirror.store import Store
 from evenkeel.run.checkpoint import MANIFEST, Checkpoints, load, step_folders, step_of
 from tests.support import s3
@@ -163,19 +166,39 @@ def test_there_stays_what_the_retention_says(store: Store, tmp_path: Path) -> No
     assert {name.split("/")[0][-1] for name in objects(store)} == {"2", "3", "4", "7"}
 
 
-def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["listed", "uploaded"])
+def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     first, second = saved(folder, 1), saved(folder, 2)
     copies = copier(store, tmp_path / "run")
-    put = store.put
+    put, listed = store.put, copies.checkpoints.all()
 
-    def gone(path: Path) -> None:
+    def gone(path: Path | None = None) -> Any:
         shutil.rmtree(first, ignore_errors=True)
-        put(path)
+        return put(path) if path else listed
 
+    if moment == "listed":
+        copies.checkpoints.all = gone  # type: ignore[method-assign]
     copies.store.put = gone  # type: ignore[method-assign]
     copies._pass(False)
     assert [*store.manifests()] == [step_of(second)]
+
+
+def test_a_store_that_is_away_when_the_ranks_end_is_tried_again(port: int, tmp_path: Path) -> None:
+    proxy, run_dir = s3.Proxy(port), tmp_path / "run"
+    saved(run_dir / "checkpoints", 1)
+    settings = {"url": s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": 60.0, "first": False}
+    command = [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings | {"job": "", "harmless": []})]
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, env=os.environ | s3.variables(proxy.port), text=True, **pipes) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline() == "ready\n"
+        proxy.away()
+        print(end=DONE.decode(), file=process.stdin, flush=True)
+        assert "is away" in process.stderr.readline()
+        proxy.back()
+        assert "has step 1, the newest here" in process.stderr.read()
 
 
 def test_other_nodes_copy_what_they_have_written_and_do_not_delete(store: Store, tmp_path: Path) -> None:

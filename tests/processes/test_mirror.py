@@ -110,7 +110,7 @@ def test_a_store_that_is_away_for_a_while_delays_nothing(port: int, tmp_path: Pa
 
 def test_a_store_that_stays_away_is_said_at_the_end(port: int, tmp_path: Path) -> None:
     url, proxy, run_dir = s3.new_url(), s3.Proxy(port), tmp_path / "run"
-    process = launched(proxy, *words(run_dir, url))
+    process = launched(proxy, *words(run_dir, url, "--grace", 3))
     wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
     proxy.away()
     done = finish(process, 60)

@@ -99,6 +99,22 @@ def test_a_slow_disk_gets_the_last_step_once_and_so_within_the_grace(tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_new_job_waits_while_the_old_one_uses_its_grace(tmp_path: Path) -> None:
+    """As a requeue or a preemption may start it; the old one needs longer than a dying one."""
+    run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 13)
+    words = job(run_dir, *RARE, "--pause", 0.2, "--task", task)
+    (old,) = fork_ranks(1, TRAIN, *words)
+    wait_for_step(run_dir, 3, old)
+    old.send_signal(TERM)
+    (new,) = fork_ranks(1, TRAIN, *words)
+    assert finish(old).returncode == 75
+    told = told_step(run_dir)
+    done = runs.ended(new)
+    assert "waiting up to 34 s for it to end" in done.stderr
+    assert starts(run_dir) == [0, told]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("keepers_too", [False, pytest.param(True, marks=LONG)])
 def test_workers_whose_agent_is_killed_save_and_end(run_dir: Path, keepers_too: bool) -> None:
     """`kill -9` of torchrun itself, which would leave its workers running for ever; and of the keepers as well."""

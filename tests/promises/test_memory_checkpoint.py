@@ -311,6 +311,35 @@ def test_a_second_ctrl_c_for_the_trainer_is_one_for_its_keeper(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_the_last_checkpoint_survives_the_death_of_the_rank_that_writes_it(tmp_path: Path) -> None:
+    """All others have finished by then."""
+    run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 6)
+    words = job(run_dir, "--checkpoint-every", 0, "--eval-every", 1000, "--task", task)
+    process = start(torchrun(2, TRAIN, *words), env=runs.OWN)
+    wait_until(lambda: [*run_dir.glob("checkpoints/.step-00000027.*.tmp/state.pt")], "the last checkpoint")
+    time.sleep(0.5)  # in memory it is whole by now
+    os.kill(runs.workers_of(process)[0], signal.SIGKILL)
+    ended(process)
+    assert starts(run_dir) == [0, 27]
+
+
+@pytest.mark.slow
+def test_a_start_waits_for_what_a_keeper_has_left_to_a_child(tmp_path: Path) -> None:
+    run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 25)
+    words = job(run_dir, *RARE, "--checkpoint-every", 3, "--keeper-restarts", 0, "--grace", 1, "--task", task)
+    process = start([sys.executable, str(TRAIN), *words], env=runs.OWN)
+    wait_for_step(run_dir, 4, process)
+    killed(process)
+    process.wait(timeout=processes.LIMIT)
+    assert saved_step(run_dir) == 0
+    again = start([sys.executable, str(TRAIN), *words], env=runs.OWN)
+    assert "step 3 is NOT SAVED within --grace 1 s; a process continues writing it" in finish(process).stderr
+    wait_for_start(run_dir, 2)
+    assert "is still writing to" in runs.stop(again).stderr
+    assert starts(run_dir) == [0, 3]
+
+
+@pytest.mark.slow
 def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_later(run_dir: Path) -> None:
     """It writes step 3 when the next start has come further."""
     often = ["--checkpoint-every", 3, "--keep", 2, "--grace", 1]

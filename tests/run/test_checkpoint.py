@@ -225,7 +225,7 @@ KEPT: dict[str, tuple[str, list[float | None], list[int], float | None]] = {
     "the newest two": ("max", [None, None, None, None], [3, 4], None),
     "and the largest": ("max", [0.5, 0.9, 0.6, None, 0.4, None], [2, 5, 6], 0.9),
     "and the smallest": ("min", [0.5, 0.1, 0.6, None, 0.4, None], [2, 5, 6], 0.1),
-    "of equally good ones the last": ("max", [0.5, 0.5, None, None, None], [2, 4, 5], 0.5),
+    "of equally good ones the first": ("max", [0.5, 0.5, None, None, None], [1, 4, 5], 0.5),
     "none that was overtaken": ("max", [0.1, 0.2, 0.3, 0.4, 0.5], [4, 5], 0.5),
     "no NaN, which would stay the best for ever": ("max", [NAN, 0.1, NAN, NAN, NAN], [2, 4, 5], 0.1),
     "no best of NaN alone": ("max", [NAN, NAN, NAN], [2, 3], None),
@@ -411,7 +411,7 @@ def test_a_damaged_old_one_does_not_stand_in_the_way(
     for step in (2, 3, 4):
         checkpoints.save(state(step), {"accuracy": 0.9})
     assert same(checkpoints.load_newest(), state(4))
-    assert steps(checkpoints) == [3, 4]
+    assert steps(checkpoints) == [2, 3, 4], "the first of equal ones is the best"
 
 
 def test_a_flipped_bit_anywhere_in_the_manifest(checkpoints: Checkpoints) -> None:

@@ -16,7 +16,7 @@ from torch._utils import ExceptionWrapper
 from torchvision import datasets as published
 
 from evenkeel.common.errors import EndedByData, EndedHere, Refusal
-from evenkeel.data.dataset import InMemory
+from evenkeel.data.dataset import InMemory, split
 from evenkeel.data.loader import Seeded
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.datasets import ABOUT, BadSample, Fake, ImageFolder
@@ -228,6 +228,16 @@ def test_a_bad_sample_has_a_stand_in_of_its_own_in_each_epoch(tmp_path: Path, ca
         path.write_bytes(b"no image at all")
     with pytest.raises(BadSample, match="nor do 100 others that were drawn instead"):
         train[7]
+
+
+def test_a_bad_sample_is_replaced_by_one_of_its_part_of_a_split(tmp_path: Path) -> None:
+    paths = write_folder(tmp_path)
+    task = Classify(dataset="imagefolder", data_dir=tmp_path, image_size=16, on_bad_sample="skip")
+    rest, _ = split(task.train_dataset(), 0.5, seed=0)
+    for index in {*range(TRAIN)} - {*rest.indices}:
+        paths[index].unlink()  # an error, if it is read
+    paths[rest.indices[0]].write_bytes(b"no image at all")
+    assert all(rest[0][1] in range(task.classes) for _ in range(20))
 
 
 def test_bad_test_images_are_left_out_of_the_metrics(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from evenkeel.training.checks import (
     explain,
 )
 from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.freezing import freeze
 from evenkeel.training.loss import Loss
 from evenkeel.training.optimization import Rates, rate_names
 from evenkeel.training.state import State
@@ -204,17 +205,38 @@ def test_numbers_that_a_loss_changes_are_named_once(caplog: pytest.LogCaptureFix
             self.passes += 1
             self.cached = 1  # not there before the first step
             model.seen += len(batch)
+            model.kept += 1
+            model.lost += 1
+            model.filled.fill_(1)
+            model.grown = torch.zeros(len(model.grown) + 1)
             loss = model(batch).mean()
             self.baseline = self.baseline + loss.detach()
             return loss
 
     model, plan = nn.Linear(2, 1), Plan(4, global_batch=4, micro_batch=2, epochs=4)
     model.seen = 0  # type: ignore[assignment]
+    for name in ("kept", "lost", "filled", "grown"):
+        model.register_buffer(name, torch.zeros(2), persistent=name == "kept")
     learner = DistributedLoss(Annealed().loss, State(model, []), ALONE, plan)
     for step in range(4):
         passes(learner, step, plan.micro_batches(step), [torch.ones(2, 2)] * 2)
+    first, second = (record.message for record in caplog.records)
+    assert first.startswith("loss() changes self.passes, self.baseline, model.seen: no checkpoint has that, and")
+    assert second.startswith("loss() changes model.lost [2]: no checkpoint has that, and each rank has its own")
+
+
+def test_a_loss_that_ends_the_evaluation_mode_of_frozen_parts_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model.train()(batch).mean()
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    freeze(model, ["1"])
+    plan = Plan(4, global_batch=4, micro_batch=2, epochs=2)
+    learner = DistributedLoss(loss, State(model, []), ALONE, plan)
+    for step in range(2):
+        passes(learner, step, plan.micro_batches(step), [torch.ones(2, 2)] * 2)
     (line,) = (record.message for record in caplog.records)
-    assert line.startswith("loss() changes self.passes, self.baseline, model.seen: no checkpoint has that number")
+    assert line.startswith("loss() sets model.1.training from evaluation to training mode, which --freeze or model()")
 
 
 @pytest.mark.parametrize("calls", [0, 2])

@@ -64,6 +64,8 @@ class Limited(Dataset[Any]):
 
     def __init__(self, dataset: SizedDataset, indices: Sequence[int]) -> None:
         self.dataset, self.indices = dataset, indices
+        if isinstance(parts := getattr(dataset, "stand_ins", None), list):  # it draws samples in place of bad ones
+            parts.append(indices)
 
     def __len__(self) -> int:
         return len(self.indices)

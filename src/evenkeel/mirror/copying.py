@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -76,11 +77,12 @@ class Copier:
         return 0
 
     def watch(self) -> None:
-        """Copy until the ranks have ended, then once more, and print what the store has."""
+        """Copy until the ranks have ended and the store has all, or time is over (`_give_up`); print what it has."""
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._renew, daemon=True).start()
         last = False
-        while not last:
+        while not last or self._trouble:
+            time.sleep(POLL * last)
             last = self.over.wait(RETRY if self._trouble else POLL)  # then the pass sees all that they have saved
             trouble = ""
             try:
@@ -95,16 +97,19 @@ class Copier:
 
     def _pass(self, last: bool) -> None:
         """Copy what is new, the newest checkpoint first: when copying is slow, only that one matters."""
-        times = {path: (path / MANIFEST).stat().st_mtime_ns for path in reversed(self.checkpoints.all())}
-        new = [path for path, time in times.items() if self._done.get(path) != time]
+        times = dict[Path, int]()
+        for path in reversed(self.checkpoints.all()):
+            with contextlib.suppress(FileNotFoundError):  # it has just been deleted
+                times[path] = (path / MANIFEST).stat().st_mtime_ns
+        new = [path for path, now in times.items() if self._done.get(path) != now]
         if not new and not last:
             return
         if not self.lease.mine and not self._orphaned:
             self._claim()
-        for name, time in self._times().items():
-            if self._sent.get(name) != time:
+        for name, now in self._times().items():
+            if self._sent.get(name) != now:
                 self.store.write(name, self.run_dir / name)
-                self._sent[name] = time
+                self._sent[name] = now
         there = self.store.manifests() if new else {}
         for path in new:
             try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -241,13 +242,13 @@ class Checkpoints:
         return None
 
     def best_path(self) -> Path | None:
-        """The checkpoint with the best metric, the newest of several; None if none has an evaluation."""
+        """The checkpoint with the best metric, the oldest of several; None if none has an evaluation."""
         return next(iter(self.best_paths()), None)
 
     def best_paths(self) -> list[Path]:
-        """The `keep_best` checkpoints with the best metrics, the best first, of equal ones the newest first."""
+        """The `keep_best` checkpoints with the best metrics, the best first, of equal ones the oldest first."""
         scores = {path: score for path, score in self._scores().items() if score > -math.inf}
-        return sorted(scores, key=scores.__getitem__, reverse=True)[: self.keep_best]
+        return sorted(scores, key=lambda path: (-scores[path], step_of(path)))[: self.keep_best]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation would be among the `keep_best` best ones; one that is as good as the last is not."""
@@ -272,6 +273,15 @@ def refuse_another_run(checkpoints: Checkpoints) -> None:
         now = read_json(checkpoints.folder.parent / "status.json").get("run_id")
         if now and checkpoints.run_id and now != checkpoints.run_id:
             raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", checkpoints.place)
+
+
+def await_writer(checkpoints: Checkpoints) -> None:
+    """At a start: wait for a process that an earlier attempt has left and that still writes (`folder_locked`)."""
+    for until in (0.0, time.monotonic() + LOCK_TIMEOUT) if checkpoints.folder.exists() else ():
+        with folder_locked(checkpoints.folder, until, fcntl.LOCK_SH) as free:
+            if free or until:
+                return
+        log.warning("a process of an earlier attempt is still writing to %s; waiting for it", checkpoints.place)
 
 
 def known_step(checkpoints: Checkpoints) -> int | str:

@@ -22,7 +22,7 @@ from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
 from ..training.freezing import left_evaluating
 from ..training.state import State
-from .checkpoint import Checkpoints, Manifest, manifest_of
+from .checkpoint import Checkpoints, Manifest, await_writer, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
 from .records import TAIL, evaluation_in, read_records
 from .run_directory import RunDirectory
@@ -82,17 +82,19 @@ class Resume:
     def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         while True:
-            on_disk = self._checkpoints.newest_named_step() if self._world.local_rank == 0 else 0
-            everywhere = self._world.gather((rank_memory.offer(self._checkpoints.run_id), on_disk))
-            newest = max(max(offer.step if offer else 0, step) for offer, step in everywhere)
+            offers, first = self._world.gather(rank_memory.offer(self._checkpoints.run_id)), self._world.local_rank == 0
+            if first and not any(offers):  # else it may be writing what is in memory
+                await_writer(self._checkpoints)
+            on_disk = self._world.gather(self._checkpoints.newest_named_step() if first else 0)
+            newest = max([*on_disk, *(offer.step for offer in offers if offer)])
             if newest == 0:
                 return None, {}
             activity.enter(START_UP, "resuming")
-            in_memory = [offer if offer and offer.step == newest else None for offer, _ in everywhere]
+            in_memory = [offer if offer and offer.step == newest else None for offer in offers]
             if any(in_memory):
                 manifest, saved = self._from_memory(in_memory)
             else:
-                manifest, saved = self._from_disk(newest, [step for _, step in everywhere].index(newest))
+                manifest, saved = self._from_disk(newest, on_disk.index(newest))
             if manifest:
                 return manifest, saved
 

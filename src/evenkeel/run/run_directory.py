@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 RunState = Literal["running", "finished", "stopped", "failed"]
 
 LOCK_TIMEOUT = 10.0
-"""Seconds to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
+"""Seconds beyond --grace to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
 
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
@@ -182,10 +182,11 @@ class RunDirectory:
         log.error("%s was deleted during the run and has been made again", self.path)
 
 
-def claim(path: Path, run: Identity, fresh: bool) -> RunDirectory:
-    """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use."""
+def claim(path: Path, run: Identity, fresh: bool, grace: float = 0.0) -> RunDirectory:
+    """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use for
+    longer than --grace, in which a job that was told to stop writes its last step."""
     prepare_folder(path, run, fresh)
-    locked = _lock(path, LOCK_TIMEOUT)
+    locked = _lock(path, LOCK_TIMEOUT + grace)
     untrained = is_untrained(path)  # again: the previous job may have started over
     if not (fresh or untrained):
         refuse_another_run(path, run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -18,7 +17,6 @@ from ..resilience.memory_checkpoint import rank_memory
 from ..training.replica import Replica
 from ..training.seqlock import Torn
 from ..training.slots import Slots
-from ..training.staging import Staging
 from ..training.state import State
 from .checkpoint import known_step
 from .saver import NOTHING_NEW, Saver
@@ -81,13 +79,6 @@ class ShardedSaver(Saver):
         if self.writes:
             super().start(state, metrics)
 
-    def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
-        try:
-            self._write(capture(), metrics)
-        finally:
-            self._staging.give_back()
-        return time.perf_counter() - begun
-
     def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
         write_rows(self.checkpoints, captured, metrics, "checkpoint", self.token)
         if captured["rows"]["rank"] == 0:
@@ -97,7 +88,7 @@ class ShardedSaver(Saver):
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
         """As `Saver.save_last`, on every rank."""
         if self.writes:
-            self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
+            super().save_last(state, metrics)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save this rank's rows of the last two steps; see `Saver.rescue`. No other rank has them.

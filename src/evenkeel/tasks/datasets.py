@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -107,6 +107,7 @@ class Transformed(Dataset[Any]):
 
     def __init__(self, dataset: SizedDataset, transform: Callable[[Tensor], Tensor]) -> None:
         self.dataset, self.transform = dataset, transform
+        self.stand_ins = getattr(dataset, "stand_ins", None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -123,9 +124,9 @@ class BadSample(EndedByData):
 class ImageFolder(Dataset[Any]):
     """Image files in folders, ROOT/train/CLASS/FILE and ROOT/val/CLASS/FILE, as ImageNet's are laid out.
 
-    If `on_bad_sample` is "skip", another training sample replaces a file that does not decode. It is drawn with the
-    random numbers of the bad one, so that it is the same wherever it is loaded; in the test, a black image with
-    the label -1. `look` says what is seen of an image; None: all of it.
+    If `on_bad_sample` is "skip", another training sample replaces a file that does not decode, of the same part of a
+    --validation split. It is drawn with the random numbers of the bad one, so that it is the same wherever it is
+    loaded; in the test, a black image with the label -1. `look` says what is seen of an image; None: all of it.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class ImageFolder(Dataset[Any]):
         # one array, because each loader process would copy a million strings when it counts references to them
         self.paths = np.array([os.fsencode(Path(path).relative_to(self.folder)) for path, _ in samples], dtype=bytes)
         self.labels = torch.tensor([label for _, label in samples])
+        self.stand_ins = list[Sequence[int]]()  # `Limited` adds its indices, among which others replace a bad one
         self._logged = torch.zeros(len(samples), dtype=torch.bool)
         if on_bad_sample == "skip":
             self._logged.share_memory_()  # type: ignore[no-untyped-call]  # by the loader processes of a rank
@@ -167,8 +169,9 @@ class ImageFolder(Dataset[Any]):
 
             black = Image.new("RGB", (8, 8))
             return seen(black, b"", self.look) if self.look else pixels(black), -1
+        among = next((part for part in self.stand_ins if index in part), range(len(self)))
         for _ in range(100):
-            other = int(torch.randint(len(self), ()))
+            other = among[int(torch.randint(len(among), ()))]
             try:
                 return self._decode(other), int(self.labels[other])
             except BadSample as bad:

@@ -58,12 +58,18 @@ class SideEffects:
                     "max_norm of an Embedding does, and start over with --fresh"
                 )
         found = dict(self._find_numbers())
-        changed = [name for name, then in self._numbers.items() if found.get(name, then) != then == then]
-        if new := [name for name in changed if name not in self._warned]:
-            self._warned |= {*new}
+        changed = {name: then for name, then in self._numbers.items() if found.get(name, then) != then == then}
+        new = [name for name in changed if name not in self._warned]
+        self._warned |= {*new}
+        if modes := [name for name in new if changed[name] is False]:
             log.warning(
-                "loss() changes %s: no checkpoint has that number, and each rank has its own; change it in "
-                "after_step() and save it in state_dict() of the task, or make it a buffer of the model", listed(new),
+                "loss() sets %s from evaluation to training mode, which --freeze or model() had set: dropout and "
+                "BatchNorm's statistics are on; call .train() in model(), not in loss()", listed(modes),
+            )  # fmt: skip
+        if numbers := [name for name in new if not isinstance(changed[name], bool)]:
+            log.warning(
+                "loss() changes %s: no checkpoint has that, and each rank has its own; change it in after_step() and "
+                "save it in state_dict() of the task, or make it a persistent buffer of the model", listed(numbers),
             )  # fmt: skip
 
     def _sums(self) -> dict[str, int]:
@@ -75,8 +81,12 @@ class SideEffects:
             for name, value in getattr(it, "__dict__", {}).items():
                 if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
                     value = value.item()
-                if type(value) in (int, float):
+                if type(value) in (int, float) or (name == "training" and type(value) is bool):
                     yield f"{owner}.{name}", value
+        if self._steps > 1:  # the first step may fill caches; one that grows has another name
+            buffers, saved = self._state.model.named_buffers(), self._state.buffers.committed
+            here = ((name, it) for name, it in buffers if name not in saved and it.layout is torch.strided)
+            yield from on_host({f"model.{name} {list(it.shape)}": _word_sum(it.detach()) for name, it in here}).items()
 
 
 def _word_sum(tensor: Tensor) -> Tensor:
