@@ -208,7 +208,7 @@ def test_a_wheel_is_copied(tmp_path: Path) -> None:
     )
     assert (tmp_path / "tide" / "wheels" / WHEEL).read_bytes() == (tmp_path / WHEEL).read_bytes()
     assert f"wheels/{WHEEL}" in written
-    assert "pip install wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
+    assert "$(PIP) install wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
 
 
 DIRECT = {

@@ -117,7 +117,7 @@ OUTSIDE = "something other than rates() sets a learning rate, perhaps a schedule
     [
         ("UnknownBest", [NO_BEST]),
         ("Evaluating", ["evaluation mode of 0: no dropout, and BatchNorm's statistics do not move, although"]),
-        ("InAList", ["more of the model: layers in a plain list or dict are not trained, stored or moved to a GPU"]),
+        ("InAList", ["a plain list or dict of the model has layers (more), which are not trained, stored or"]),
         ("Scheduled", ["no optimizer has bias: they will not change", OUTSIDE]),
         *((task, []) for task in ("NoBest", "Usual", "UsualBest", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],

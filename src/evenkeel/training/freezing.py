@@ -63,8 +63,8 @@ def unregistered(model: nn.Module) -> str:
     if not found:
         return ""
     return (
-        f"{listed(found)} of the model: layers in a plain list or dict are not trained, stored or moved to a GPU; use "
-        "nn.ModuleList or nn.ModuleDict"
+        f"a plain list or dict of the model has layers ({listed(found)}), which are not trained, stored or moved to a "
+        "GPU; use nn.ModuleList or nn.ModuleDict"
     )
 
 
