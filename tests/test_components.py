@@ -18,17 +18,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1671,
+    "common": 1693,
     "config": 593,
-    "data": 3138,
+    "data": 3142,
     "distributed": 2405,
     "resilience": 1654,
-    "training": 6364,
-    "run": 6714,
-    "tasks": 2281,
+    "training": 6383,
+    "run": 6715,
+    "tasks": 2282,
     "mirror": 553,
     "launch": 2999,
-    "cli": 7491,
+    "cli": 7490,
     "time_travel": 1672,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -65,6 +65,16 @@ def test_the_help_has_a_line_a_command(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_the_help_of_an_action_says_once_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("evenkeel.cli.checkpoint")
+    monkeypatch.setattr(sys, "argv", ["evenkeel", "checkpoint", "export", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    assert capsys.readouterr().out.count("Write the model of the newest") == 1
+
+
 def test_without_any_command_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("evenkeel.__main__.COMMANDS", {"gone": "cli.gone.Gone"})
     monkeypatch.setattr(sys, "argv", ["evenkeel", "gone"])

@@ -121,8 +121,11 @@ def locked(lock: str) -> list[str]:
 
 def check_name(name: str, files: Texts) -> None:
     """Refuse an invalid name for the package."""
-    taken = {*folders(files), *locked(files.get("requirements.lock", ""))}
-    taken |= {Path(file).stem for file in files if file.endswith(".py") and not file.startswith(("src/", "tests/"))}
+    taken = dict.fromkeys(locked(files.get("requirements.lock", "")), "a package that is needed here")
+    taken |= {folder: f"{folder}/" for folder in folders(files)}
+    taken |= {
+        Path(file).stem: file for file in files if file.endswith(".py") and not file.startswith(("src/", "tests/"))
+    }
     if reason := ours("common.package_name").why_not(name, taken, INSTALLED):
         refuse(f"{name}: {reason}")
     for file, text in files.items():

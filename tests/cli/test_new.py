@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from evenkeel import __version__
 from evenkeel.__main__ import run
@@ -146,6 +147,9 @@ REFUSED = {
     "new ../tide": "../tide: cannot be a Python package's name; use small letters, digits and _, for example tide",
     "new match": "match: is a word of Python; choose another, such as mytrainer",
     "new json": "json: is a module of Python's standard library; choose another name",
+    "new launch": "launch: is the name of launch in the project; choose another name",
+    "new train": "train: is the name of train.py in the project; choose another name",
+    "new torch": f"torch: is the name of the installed module {torch.__file__}; choose another name",
     "new full": "full: exists already, and nothing is overwritten; choose another name, or remove it",
     "new tide --from evenkeel": "--from evenkeel: give the path of a wheel or checkout, git+https://HOST/",
     "new tide --from evenkeel==1';": "--from evenkeel==1';: give the path of a wheel or checkout, git+https",
@@ -204,7 +208,7 @@ def test_a_wheel_is_copied(tmp_path: Path) -> None:
     )
     assert (tmp_path / "tide" / "wheels" / WHEEL).read_bytes() == (tmp_path / WHEEL).read_bytes()
     assert f"wheels/{WHEEL}" in written
-    assert "pip install wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
+    assert "$(PIP) install wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
 
 
 DIRECT = {

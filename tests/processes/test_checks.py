@@ -40,7 +40,7 @@ WRONG = [
     ("NoRates", 1, "rates() returned None: it must return one factor on the peak learning rates"),
     ("ExhaustedSamples", 1, "the data set's __getitem__ raised StopIteration at "),
     ("NoMetrics", 1, "metrics() returned None: it must return a dict of tensors"),
-    ("NoneInside", 1, "sample[1]: TypeError: default_collate: batch must contain tensors"),
+    ("NoneInside", 1, "cannot be collated: sample[1]: it is None; return tensors, arrays"),
     ("ManySizes", 1, "sample[0]: RuntimeError: stack expects each tensor to be equal size, but got [3, 4]"),
 ]
 """Task of odd_tasks.py, exit code, what is said."""
@@ -95,7 +95,10 @@ def test_a_mistake_in_the_evaluation_shows_before_the_first_step_and_keeps_its_p
 @needs.no_gpu
 @pytest.mark.parametrize(
     ("task", "tracebacks", "line"),
-    [("BrokenMetrics", 1, "rank . failed: StopIteration at .*"), ("ItemLoss", 0, "loss\\(\\) returned a float: .*")],
+    [
+        ("BrokenMetrics", 1, "rank . failed: StopIteration at .*"),
+        ("ItemLoss", 0, f"loss\\(\\) returned a float: .*; see {ODD_TASKS}:\\d+"),
+    ],
 )
 def test_of_two_ranks_one_says_what_is_wrong(tmp_path: Path, task: str, tracebacks: int, line: str) -> None:
     """Besides torchrun's own traceback and its report, which has a line for each rank."""
@@ -114,6 +117,7 @@ OUTSIDE = "something other than rates() sets a learning rate, perhaps a schedule
     [
         ("UnknownBest", [NO_BEST]),
         ("Evaluating", ["evaluation mode of 0: no dropout, and BatchNorm's statistics do not move, although"]),
+        ("InAList", ["a plain list or dict of the model has layers (more), which are not trained, stored or"]),
         ("Scheduled", ["no optimizer has bias: they will not change", OUTSIDE]),
         *((task, []) for task in ("NoBest", "Usual", "UsualBest", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],

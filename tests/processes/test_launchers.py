@@ -119,10 +119,10 @@ def test_the_printed_command_does_the_same(launched: Callable[..., Launched]) ->
     job = launched(REPORTER, ["-g", "1", "--dry-run"], "a b", "$HOME", OMP_NUM_THREADS="3")
     printed = job.run()
     assert (printed.stderr, job.reports()) == ("", [])
-    about, command, also, plain = printed.stdout.splitlines()
-    assert about.startswith("# torchrun, run by evenkeel's agent")
+    about, plain, also, command = printed.stdout.splitlines()
+    assert about.startswith("# plain torchrun")
+    assert also.startswith("# the same by evenkeel's agent")
     assert " -m evenkeel.launch.agent --nnodes 1 " in command
-    assert also.startswith("# the same with plain torchrun")
     assert re.match(r"# TORCH_\S+ .*bin/torchrun --nnodes 1 ", plain)
     for typed in (printed.stdout, plain.removeprefix("# ")):
         job.run(["sh", "-c", typed])

@@ -93,7 +93,7 @@ def test_what_cannot_be_undone_or_imported_is_refused(copy: Path) -> None:
 def test_a_thin_project_cannot_have_the_name_of_a_package_that_it_will_install(copy: Path) -> None:
     """By a Python without packages (-S), as before `make setup`."""
     done = run([sys.executable, "-S", *command(copy, "torch", "--thin")[1:]], cwd=copy, expect=2)
-    assert done.stderr.startswith("make_it_yours: torch: a module of this name is in ")
+    assert done.stderr.startswith("make_it_yours: torch: is the name of a package that the project needs")
     assert not (copy.parent / "torch").exists()
 
 

@@ -163,8 +163,12 @@ def test_a_newer_wheel_of_the_same_version_is_installed(made: Made) -> None:
             file.writestr(name, content)
     (mine := made.folder.parent / "mine").symlink_to(made.folder / ".venv")
     created = (mine / "pyvenv.cfg").stat().st_mtime_ns
+    (info,) = (mine / "lib").glob("python*/site-packages/evenkeel-*.dist-info")
+    (info / "direct_url.json").write_text('{"url": "file:///its/checkout", "dir_info": {"editable": true}}')
     (mine / "bin" / "pip").unlink()  # as in an environment that uv has made
     done = make(made.folder, "setup", f"VENV={mine}", PIP_FIND_LINKS=str(made.folder.parent / "index"))
-    assert f"{mine}/bin/pip install" in done
+    version = info.name.split("-")[1].removesuffix(".dist")
+    assert f"make setup: the wheel in wheels/ replaces in {mine}: evenkeel {version} /its/checkout\n" in done
+    assert done.count("Uninstalling evenkeel") == 1
     made("python -c __import__('evenkeel').NEWER")
     assert (mine / "pyvenv.cfg").stat().st_mtime_ns == created, "an environment that is there is used as it is"

@@ -120,6 +120,15 @@ NoOptimizers = odd("NoOptimizers", optimizers=lambda task, model, config: [])
 NoRates = odd("NoRates", rates=lambda task, config, step, total_steps: None)
 
 
+class InAList(Usual):
+    """Layers that the model does not know, and some that it does."""
+
+    def model(self) -> Any:
+        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model.mine, model.more = [model[0]], [nn.Linear(2, 2)]
+        return model
+
+
 class CompiledByItself(Usual):
     """By torch.compile, whose wrapper stands in all names; as a whole, and a part of it."""
 

@@ -655,6 +655,18 @@ def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again
         (lambda: tourch.nn, "name 'tourch' is not defined (did you mean torch?) at "),  # type: ignore[name-defined] # noqa: F821
         (lambda: [].nothing_like_it, "'list' object has no attribute 'nothing_like_it' (not a tensor, but several"),  # type: ignore[attr-defined]
         (lambda: F.cross_entropy(torch.zeros(1, 3), torch.tensor([3])), "3 is out of bounds (a label must be less "),
+        (
+            lambda: F.linear(torch.zeros(1, 3), torch.zeros(2, 4)),
+            "(the second number is what the layer gets, the third ",
+        ),
+        (
+            lambda: F.conv2d(torch.zeros(1, 1, 3, 3).double(), torch.zeros(1, 1, 1, 1), torch.zeros(1)),
+            "(call .float() in the da",
+        ),
+        (
+            lambda: setattr(torch.nn.Module.__new__(torch.nn.Module), "x", torch.nn.Module()),
+            "(begin __init__ with super().__init__()",
+        ),
         (lambda: int("x"), "with base 10: 'x' at "),
     ],
 )

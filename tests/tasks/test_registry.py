@@ -198,6 +198,7 @@ def test_a_method_with_other_parameters(write: Write, method: str, expected: str
         ("collate_fn", "collate"),
         ("test_data", "test_dataset"),
         ("train_data", "train_dataset"),
+        ("val_dataset", "validation_dataset"),
         ("configure_optimizers", "optimizers"),
         ("points", ""),
         ("_optimizer", ""),

@@ -189,7 +189,7 @@ class CheckpointCommand:
     Example: python -m evenkeel checkpoint list runs/classify
     """
 
-    action: tyro.conf.OmitSubcommandPrefixes[
+    action: tyro.conf.OmitArgPrefixes[
         Annotated[ListCheckpoints, tyro.conf.subcommand("list")]
         | Annotated[InspectCheckpoint, tyro.conf.subcommand("inspect")]
         | Annotated[VerifyCheckpoints, tyro.conf.subcommand("verify")]

@@ -78,7 +78,8 @@ def near(path: Path) -> Path:
 def say(text: str, to_stderr: bool = False) -> None:
     """Print a text; control characters in it are escaped. Raises OSError if stdout is gone, not if stderr is."""
     with contextlib.suppress(OSError) if to_stderr else contextlib.nullcontext():
-        print(plain(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+        # one write: under `python -u` print() makes two, and who is killed between them leaves half a line
+        print(f"{plain(text)}\n", end="", file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def styled(text: str, style: str = "") -> Text:

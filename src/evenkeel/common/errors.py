@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from .naming import owner
 
@@ -62,6 +64,18 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
         ) from exit_
 
 
+@contextlib.contextmanager
+def seen_at(method: Any) -> Iterator[None]:
+    """Add to an error about what a method has returned where the method is, unless it is the engine's own."""
+    try:
+        yield
+    except Ended as error:
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        if type(error) not in (Ended, EndedHere) or not code or owner(code.co_filename) == "engine":
+            raise
+        raise type(error)(f"{error}; see {code.co_filename}:{code.co_firstlineno}") from error.__cause__
+
+
 def place_of(trace: TracebackType | None) -> str:
     """The place in the user's code, or a package, where an error comes from, as " at FILE:LINE"; "": not known."""
     return place_in(traceback.extract_tb(trace))
@@ -69,5 +83,5 @@ def place_of(trace: TracebackType | None) -> str:
 
 def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
     """As :func:`place_of`."""
-    found = [f for f in frames if owner(f) == "user"] or [f for f in frames if owner(f) == "package"]
+    found = [f for f in frames if owner(f.filename) == "user"] or [f for f in frames if owner(f.filename) == "package"]
     return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""

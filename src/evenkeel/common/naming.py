@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sysconfig
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
@@ -101,9 +100,9 @@ def kind_of(value: Any) -> str:
     return "None" if value is None else f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"
 
 
-def owner(frame: traceback.FrameSummary) -> str:
-    """Whose file a frame is in: "engine", "package", "Python" or "user", which the built-in tasks are too."""
-    name, engine = frame.filename, Path(__file__).parents[1]
+def owner(name: str) -> str:
+    """Whose file of code this is: "engine", "package", "Python" or "user", which the built-in tasks are too."""
+    engine = Path(__file__).parents[1]
     is_task = name.startswith(f"{engine / 'tasks'}{os.sep}") and not name.endswith("registry.py")
     is_task |= name == str(engine / "training" / "classification.py")
     if name.startswith(("<frozen", f"{engine}{os.sep}")) and not is_task:

@@ -8,15 +8,17 @@ import keyword
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 
-def why_not(name: str, taken: Iterable[str] = (), path: Iterable[str] = ()) -> str:
+def why_not(name: str, taken: Mapping[str, str] = MappingProxyType({}), path: Iterable[str] = ()) -> str:
     """Why a package cannot have this name, and the remedy; "" if it can.
 
     Args:
         name: of the package.
-        taken: names of modules and distributions that it must not hide.
+        taken: names of modules and distributions that it must not hide, and what has them.
         path: folders with installed modules, besides `sys.path`.
     """
     if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
@@ -27,10 +29,12 @@ def why_not(name: str, taken: Iterable[str] = (), path: Iterable[str] = ()) -> s
         return "is a word of Python; choose another, such as mytrainer"
     if name in sys.stdlib_module_names:
         return "is a module of Python's standard library; choose another name"
-    if name in {other.lower().replace("-", "_") for other in taken}:
-        return "is the name of a file, a folder or a dependency of the project; choose another name"
+    for other, what in taken.items():
+        if other.lower().replace("-", "_") == name:
+            return f"is the name of {what}; choose another name"
     for module in pkgutil.iter_modules([*sys.path, *path]):
         if module.name.lower() == name:
-            where = getattr(module.module_finder, "path", "sys.path")
-            return f"a module of this name is in {where}; choose another name"
+            found: Any = module.module_finder.find_spec(module.name, None)
+            where = getattr(found, "origin", None) or module.name
+            return f"is the name of the installed module {where}; choose another name"
     return "a module of this name can be imported here; choose another name" if importlib.util.find_spec(name) else ""

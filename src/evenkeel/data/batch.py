@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -99,6 +100,9 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     """Say in one line which part of the samples cannot be collated, why, and what to return instead."""
     path, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    found = re.search(r"found <class '(.+)'>", why)
+    if found:  # None is that of a __getitem__ without return
+        why = "it is None" if found[1] == "NoneType" else f"its type is {found[1]}"
     why = "its sizes differ" if "resize storage" in why else why  # how torch says that in a loader process
     return (
         f"the data set's samples cannot be collated: {f'sample{path}' if path else 'a sample'}: {why}; return "

@@ -90,14 +90,14 @@ def exit_code(main: Callable[[], int | None]) -> int:
 def _print_traceback(error: Exception) -> None:
     """Print the traceback; of one that ends in the user's files only their frames, if the rest is not needed or is in
     this rank's log."""
-    frames = [it for it in _frames(error) if owner(it) in ("engine", "user")]
+    frames = [it for it in _frames(error) if owner(it.filename) in ("engine", "user")]
     last = "".join(traceback.format_exception_only(error)).rstrip()
     logs = [it for it in logging.getLogger("evenkeel").handlers if isinstance(it, logging.FileHandler)]
     log = Path(logs[0].baseFilename if logs else "")
     logged = log.is_file() and last in log.read_text(errors="replace")
     led_here = error.__cause__ or (error.__context__ and not error.__suppress_context__)
-    if frames and owner(frames[-1]) == "user" and (logged or not led_here):
-        shown = traceback.format_list([it for it in frames if owner(it) == "user"])
+    if frames and owner(frames[-1].filename) == "user" and (logged or not led_here):
+        shown = traceback.format_list([it for it in frames if owner(it.filename) == "user"])
         where = f"; all of it is in {log}" * logged
         say(f"Traceback (most recent call last), your files only{where}:", to_stderr=True)
         say("".join(shown) + (reason_of(error) if _is_of_loader(error) else last), to_stderr=True)

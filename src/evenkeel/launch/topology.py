@@ -109,15 +109,15 @@ class Command:
         return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)])
 
     def explained(self) -> str:
-        """For --dry-run: the command for a shell, and as a comment the same with plain torchrun."""
+        """For --dry-run: as a comment the command with plain torchrun, and last the one that is run, for a shell."""
         signals = ",".join(number.name for number in AGENT_SIGNALS)
         torchrun_here = str(Path(sys.executable).with_name("torchrun"))
         plain = Command((torchrun_here, *self.argv[3:]), {**self.env, "PET_SIGNALS_TO_HANDLE": signals})
         return (
-            "# torchrun, run by evenkeel's agent: its exit code says how the job ended (0, 75, 2, 137)\n"
-            f"{self}\n"
-            "# the same with plain torchrun, whose exit code is 1 after any failure:\n"
-            f"# {plain}"
+            "# plain torchrun, whose exit code is 1 after any failure:\n"
+            f"# {plain}\n"
+            "# the same by evenkeel's agent, whose exit code says how the job ended (0, 75, 2, 137):\n"
+            f"{self}"
         )
 
     def execute(self) -> NoReturn:

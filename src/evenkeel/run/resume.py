@@ -20,7 +20,7 @@ from ..data.plan import read_cut
 from ..distributed.world import World
 from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
-from ..training.freezing import left_evaluating
+from ..training.freezing import left_evaluating, unregistered
 from ..training.state import State
 from .checkpoint import Checkpoints, Manifest, await_writer, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
@@ -170,7 +170,8 @@ class Resume:
         """Log on rank 0 from where the run continues, and start the tracker."""
         if state.placed:
             log.info("%s", state.placed)
-        for line in filter(None, (left_out(state.names, state.optimizers), left_evaluating(state.model))):
+        likely = left_out(state.names, state.optimizers), left_evaluating(state.model), unregistered(state.model)
+        for line in filter(None, likely):
             log.warning("%s", line)
         if state.origin and state.step == 0:
             # weights that stayed random are worth a warning

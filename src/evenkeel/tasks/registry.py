@@ -28,6 +28,7 @@ HOOKS = {it: getattr(Task, it) for it in dir(Task) if it[0] != "_" and inspect.i
 ELSEWHERE = {
     "training_step": "loss", "compute_loss": "loss", "configure_optimizers": "optimizers", "validation_step": "metrics",
     "compute_metrics": "metrics", "train_dataloader": "train_dataset", "val_dataloader": "validation_dataset",
+    "val_dataset": "validation_dataset", "valid_dataset": "validation_dataset", "training_dataset": "train_dataset",
     "collate_fn": "collate", "train_data": "train_dataset", "test_data": "test_dataset",
 }  # fmt: skip
 """Names in Lightning, transformers and other people's heads -> here."""

@@ -26,6 +26,8 @@ from .compilation import SHAPES
 TOO_FEW = "Expected more than 1 value per channel when training"
 """BatchNorm's error message for one sample."""
 
+INPLACE = "modified by an inplace operation"
+
 DENSE = "ranks add up dense gradients only: leave sparse=True out, and take Adam instead of SparseAdam"
 
 TAKEN = {"loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "scale", "overflows"}
@@ -247,36 +249,28 @@ def check_dense(parameters: Sequence[Tensor]) -> None:
         raise EndedHere(f"a gradient is sparse, and {DENSE}")
 
 
+KNOWN = {
+    TOO_FEW: "a micro-batch has too few samples for BatchNorm in training ({error}); use another --batch-size or "
+    "--micro-batch, one that leaves no single sample (python -m evenkeel plan shows the sizes), or freeze the layer",
+    "FailOnRecompileLimitHit: ": f"--compile: a network has been compiled for {SHAPES} shapes, and this is a new one; "
+    "uncompiled, its last bits would differ. Pad batches to a few shapes, or leave --compile out",
+    "does not currently support double backward": "--compile: the loss takes the gradient of a gradient "
+    "(create_graph=True), which compiled networks do not support; leave --compile out",
+    "CheckpointError: ": "--checkpoint-activations: a block computed something else in the backward pass, so it "
+    "depends on more than its inputs, weights, buffers and random numbers; leave it out in the task's blocks(model)",
+    INPLACE: "--checkpoint-activations: the input of a block is changed in place, in the block or after it "
+    "(ReLU(inplace=True), +=); return a new tensor there, or leave that block out in the task's blocks(model)",
+    "SparseTensorImpl": f"a gradient is sparse, and {DENSE}",  # in DDP's buckets
+}
+"""What long errors of DDP, BatchNorm, dynamo or torch.utils.checkpoint contain -> a line."""
+
+
 def explain(error: BaseException, model: nn.Module) -> None:
-    """Raise a one-line error for a known long one of DDP, BatchNorm or dynamo; return for all others."""
-    if TOO_FEW in str(error):
-        raise EndedHere(
-            f"a micro-batch has too few samples for BatchNorm in training ({error}); use another --batch-size or "
-            "--micro-batch, one that leaves no single sample (python -m evenkeel plan shows the sizes), or freeze the "
-            "layer"
-        ) from error
-    if type(error).__name__ == "FailOnRecompileLimitHit":  # dynamo's
-        raise EndedHere(
-            f"--compile: a network has been compiled for {SHAPES} shapes, and this is a new one; uncompiled, its last "
-            "bits would differ. Pad batches to a few shapes, or leave --compile out"
-        ) from error
-    if "does not currently support double backward" in str(error):
-        raise EndedHere(
-            "--compile: the loss takes the gradient of a gradient (create_graph=True), which compiled networks do not "
-            "support; leave --compile out"
-        ) from error
-    if type(error).__name__ == "CheckpointError":  # torch.utils.checkpoint's
-        raise EndedHere(
-            "--checkpoint-activations: a block computed something else in the backward pass, so it depends on more "
-            "than its inputs, weights, buffers and seeded random numbers; leave it out in the task's blocks(model)"
-        ) from error
-    if "modified by an inplace operation" in str(error) and any(hasattr(it, "_recomputes") for it in model.modules()):
-        raise EndedHere(
-            "--checkpoint-activations: the input of a block is changed in place, in the block or after it "
-            "(ReLU(inplace=True), +=); return a new tensor there, or leave that block out in the task's blocks(model)"
-        ) from error
-    if "SparseTensorImpl" in str(error):  # in DDP's buckets
-        raise EndedHere(f"a gradient is sparse, and {DENSE}") from error
+    """Raise a one-line error for a known long one; return for all others."""
+    text, recomputes = f"{type(error).__name__}: {error}", any(hasattr(it, "_recomputes") for it in model.modules())
+    for part, line in KNOWN.items():
+        if part in text and (part != INPLACE or recomputes):
+            raise EndedHere(line.format(error=error)) from error
     if "Expected to have finished reduction in the prior iteration" in str(error):
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))

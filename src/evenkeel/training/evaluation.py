@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..common.errors import place_of
+from ..common.errors import place_of, seen_at
 from ..common.naming import TEST, in_set
 from ..common.phases import EVALUATION, activity
 from ..config import Config
@@ -134,7 +134,8 @@ class Evaluation:
         seed_task(self.sampler.seed, "summarize")
         means = {name: values / samples for name, values in sums.items()}
         arguments = {"samples": samples} if takes(self.task.summarize, "samples") else {}
-        return checked_summary(self.task.summarize(means, **arguments))
+        with seen_at(self.task.summarize):
+            return checked_summary(self.task.summarize(means, **arguments))
 
     def _sums(self) -> dict[str, list[Tensor]]:
         """The task's metrics, by name: for each micro-batch of this rank their sums over its samples."""
@@ -142,7 +143,8 @@ class Evaluation:
 
         def add(found: Any, samples: int) -> None:
             of_samples = _of_each(found, samples)
-            check_metrics(of_samples, samples, sums)
+            with seen_at(self._compute):
+                check_metrics(of_samples, samples, sums)
             for name, values in of_samples.items():
                 # counts are exact in float64, and a row for each micro-batch fixes the order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))

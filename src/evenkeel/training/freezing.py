@@ -50,6 +50,24 @@ def left_evaluating(model: nn.Module) -> str:
     )
 
 
+def unregistered(model: nn.Module) -> str:
+    """A message with those lists and dicts of the model whose layers should learn, but are not among its parts; empty
+    if there are none."""
+    known, found = set(model.parameters()), []
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            layers = nn.ModuleList(it for it in items if isinstance(it, nn.Module))
+            if any(parameter.requires_grad and parameter not in known for parameter in layers.parameters()):
+                found.append(f"{name}.{attribute}" if name else attribute)
+    if not found:
+        return ""
+    return (
+        f"a plain list or dict of the model has layers ({listed(found)}), which are not trained, stored or moved to a "
+        "GPU; use nn.ModuleList or nn.ModuleDict"
+    )
+
+
 def _evaluating(module: nn.Module, name: str = "") -> Iterator[str]:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import seen_at
 from ..distributed.collectives import no_collectives
 from .checks import checked_losses, same_parts, takes
 from .precision import Precision, autocast
@@ -67,10 +68,12 @@ class Loss(nn.Module):
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
         with self.computing("loss()") as model:  # here, so that every replica has it
-            loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._takes_step else {})))
-        if not self.parts:
-            self.parts.append(tuple(parts))
-        same_parts(self.parts[0], tuple(parts))
+            returned = self._loss(model, batch, **({"step": self.step} if self._takes_step else {}))
+        with seen_at(self._loss):
+            loss, parts = checked_losses(returned)
+            if not self.parts:
+                self.parts.append(tuple(parts))
+            same_parts(self.parts[0], tuple(parts))
         loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
         return (loss, torch.stack([part.to(loss) for part in parts.values()])) if parts else loss
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from ..common.errors import Refusal
+from ..common.errors import Refusal, seen_at
 from .checks import checked_losses, one_number
 from .early_stopping import ONLY_LOSS
 from .task_data import TaskData
@@ -86,7 +86,8 @@ class Task(TaskData, TaskTraining):
         `summarize` gets their means over all samples. Runs without gradients, with the model in evaluation mode; also
         once on test data before the first step.
         """
-        loss, parts = checked_losses(self.loss(model, batch), trains=False)
+        with seen_at(self.loss):
+            loss, parts = checked_losses(self.loss(model, batch), trains=False)
         return {"loss": loss, **parts}
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..common.errors import Ended, EndedHere, Refusal
+from ..common.errors import Ended, EndedHere, Refusal, seen_at
 from ..common.phases import COMPUTING, DATA, REDUCTION, activity
 from ..config import Config
 from ..data.batch import with_parts
@@ -185,7 +185,8 @@ class WholeBatch:
         try:
             with torch.enable_grad(), no_collectives("batch_loss()"):
                 returned = self._batch_loss(given, **({"step": step} if self._takes_step else {}))
-                loss, parts = checked_losses(returned, of="batch_loss()")
+                with seen_at(self._batch_loss):
+                    loss, parts = checked_losses(returned, of="batch_loss()")
                 found = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
         except Exception as error:
             note_batch(error, list(embeddings.values()), "batch_loss() has all samples of a step: lower --batch-size")

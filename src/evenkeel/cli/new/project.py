@@ -48,13 +48,12 @@ FILES = (
     ".ci/run",
     ".gitignore",
 )
-IN_THE_WAY = {word for path in FILES for word in Path(path).with_suffix("").parts} | {
-    "evenkeel",
-    "runs",
-    "data",
-    WHEELS,
+NEEDED = "a package that the project needs"
+IN_THE_WAY = {it.stem: f"{it} in the project" for path in FILES for it in (Path(path), *Path(path).parents)} | {
+    "evenkeel": NEEDED,
+    **{folder: f"{folder}/ in the project" for folder in ("runs", "data", WHEELS)},
 }
-"""Names of modules and folders in a project that the package must not hide."""
+"""Names of modules and folders that the package must not hide, and what has them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def check(
         raise Refusal(f"{folder}: exists already, and nothing is overwritten; choose another name, or remove it")
     if not folder.absolute().parent.is_dir():
         raise Refusal(f"{folder.parent}: no such folder")
-    if reason := why_not(name, {*IN_THE_WAY, *packages}, known):
+    if reason := why_not(name, {**dict.fromkeys(packages, NEEDED), **IN_THE_WAY}, known):
         raise Refusal(f"{name}: {reason}")
     for part in parts:
         if not _template(f"{part}/{'run' if part == 'docker' else 'submit'}.py").is_file():
