@@ -97,15 +97,17 @@ class Saver:
 
     def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
-            captured = capture()
-            in_memory = self._store_in_memory(captured, metrics, "checkpoint")
-            self.checkpoints.save(captured, metrics)
-            if in_memory:
-                rank_memory.discard()
-            self._written(captured["step"])
+            self._write(capture(), metrics)
         finally:
             self._staging.give_back()
         return time.perf_counter() - begun
+
+    def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
+        in_memory = self._store_in_memory(captured, metrics, "checkpoint")
+        self.checkpoints.save(captured, metrics)
+        if in_memory:
+            rank_memory.discard()
+        self._written(captured["step"])
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
         """Write the state after the last step, without a copy of host tensors: no training goes on.

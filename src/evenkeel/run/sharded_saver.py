@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -80,13 +79,6 @@ class ShardedSaver(Saver):
         """As `Saver.start`, on ranks that write."""
         if self.writes:
             super().start(state, metrics)
-
-    def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
-        try:
-            self._write(capture(), metrics)
-        finally:
-            self._staging.give_back()
-        return time.perf_counter() - begun
 
     def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
         write_rows(self.checkpoints, captured, metrics, "checkpoint", self.token)
