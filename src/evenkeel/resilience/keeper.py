@@ -236,8 +236,8 @@ class Keeper:
         return True
 
     def _forks_again(self, code: int) -> bool:
-        """Whether to fork another trainer after one has ended: the first row that fits. Never beyond --keeper-restarts
-        without progress, nor if this rank's death cannot be reported to the other keepers.
+        """Whether to fork another trainer after one has ended: the first row that fits. But no "yes" after
+        --keeper-restarts without progress, or if this rank's death cannot be reported to the other keepers.
 
         a stop signal; refused input; the store in which ranks meet is gone     no
         finished                         only if another rank has died, which cannot finish without this one
