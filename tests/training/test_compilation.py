@@ -41,7 +41,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledCode:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "run").mkdir()
     code = CompiledCode(tmp_path / "run", {"torch": "2"})
-    code.unpack(begins=True)
+    code.unpack(starts_over=True)
     library = code.folder / "ab" / "cab.main.so"
     library.parent.mkdir()
     library.write_bytes(b"machine code")
@@ -56,9 +56,9 @@ def test_what_is_kept_comes_back_on_another_node(code: CompiledCode) -> None:
     code.pack()
     assert code.archive.stat().st_mode & 0o777 == 0o600
     code.clear()
-    assert code.unpack(begins=False) == ""
+    assert code.unpack(starts_over=False) == ""
     assert (code.folder / "ab" / "cab.main.so").read_bytes() == b"machine code"
-    code.unpack(begins=True)
+    code.unpack(starts_over=True)
     assert not list(code.folder.iterdir()), "a run that begins takes nothing"
 
 
@@ -68,7 +68,7 @@ def test_code_that_is_not_ours_or_not_whole_is_not_run(code: CompiledCode) -> No
     whole = archive.read_bytes()
 
     def refused(because: str) -> None:
-        assert because in code.unpack(begins=False)
+        assert because in code.unpack(starts_over=False)
         assert not list(code.folder.iterdir())
 
     archive.chmod(0o644)
@@ -80,7 +80,7 @@ def test_code_that_is_not_ours_or_not_whole_is_not_run(code: CompiledCode) -> No
     archive.write_bytes(whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :])
     refused("it is not used")
     archive.write_bytes(whole)
-    assert code.unpack(begins=False) == "", "the control"
+    assert code.unpack(starts_over=False) == "", "the control"
     elsewhere = archive.rename(archive.with_name("elsewhere"))
     archive.symlink_to(elsewhere)
     refused("symbolic link")
@@ -121,7 +121,7 @@ def zipped(names: Sequence[str] = ("a.so", "b.so"), **fields: int) -> bytes:
 def test_an_archive_that_cannot_be_read_is_compiled_anew(code: CompiledCode, content: bytes, line: str) -> None:
     code.pack()
     code.archive.write_bytes(content)
-    assert line in (told := code.unpack(begins=False))
+    assert line in (told := code.unpack(starts_over=False))
     assert "\n" not in told
     assert not list(code.folder.iterdir()), "nor a part of it"
 
@@ -130,7 +130,7 @@ def test_an_archive_writes_nothing_outside_its_folder(code: CompiledCode, tmp_pa
     code.pack()
     before = {*tmp_path.rglob("*")}
     code.archive.write_bytes(zipped(["../../evil.so", f"{tmp_path}/evil.so", "ab/../../../evil.so"]))
-    code.unpack(begins=False)
+    code.unpack(starts_over=False)
     new = {path for path in {*tmp_path.rglob("*")} - before if not path.is_relative_to(code.folder)}
     assert not new
 

@@ -39,14 +39,10 @@ def beat_now(world: World, count: int = 0) -> Beat:
 class Outlook(NamedTuple):
     """What a rank finds out about all ranks after a hang."""
 
-    where: str
-    """Which rank is where, in a line."""
-    lowest: int
-    """The lowest live rank, which speaks for all."""
-    frozen: list[Beat]
-    """Of ranks whose heartbeat has stopped."""
-    blamed: list[str]
-    """Nodes that may be the cause."""
+    where: str  # which rank is where, in a line
+    lowest: int  # the lowest live rank, which speaks for all
+    frozen: list[Beat]  # of ranks whose heartbeat has stopped
+    blamed: list[str]  # nodes that may be the cause
 
 
 def describe(beats: dict[int, Beat], frozen: list[int]) -> str:

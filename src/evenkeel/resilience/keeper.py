@@ -16,9 +16,8 @@ stores the last finished step in memory (`memory_checkpoint`), and every keeper 
 the same roll-call as after a restart by torchrun, so keepers need no agreement of their own: a rank that dies early is
 only late for the roll-call.
 
-A trainer is forked again after an unexpected signal, after a hang, or after the loss of another rank if the keeper of
-that rank confirms its death. All else (an exception, out of memory, exit codes 0, 2 and 75) goes to the agent: the
-keeper ends as its trainer did.
+`Keeper._forks_again` says after which ends of a trainer another is forked. All else (an exception, out of memory, exit
+codes 0, 2 and 75) goes to the agent: the keeper ends as its trainer did.
 
 A fork copies one thread. So the keeper has only one, no GPU context and no process group, and waits for signals by
 `sigtimedwait`. Where a fork is not safe (`forking`) the process trains itself, as without a keeper.
@@ -89,16 +88,11 @@ class Keeper:
         self._limit, self._grace = Config.keeper_restarts, Config.grace
         # forks; consecutive ones without progress; the furthest first step of any trainer
         self._forks, self._fruitless, self._furthest_start = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
-        self._stop_time, self._stop_signal = 0.0, 0
-        """The time of the first stop signal, and its number; 0: none has come."""
-        self._exit_at_once = False
-        """Whether Ctrl-C was pressed after that: exit without waiting."""
-        self._regroup_time = 0.0
-        """The time at which the trainer got REGROUP; 0: it has not."""
-        self._messages: dict[str, str] = {}
-        """The last value of each message from the trainer."""
-        self._partial_line = b""
-        """The part of the next message that has been read."""
+        self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
+        self._exit_at_once = False  # whether Ctrl-C was pressed after that: exit without waiting
+        self._regroup_time = 0.0  # at which the trainer got REGROUP; 0: it has not
+        self._messages: dict[str, str] = {}  # the last value of each message from the trainer
+        self._partial_line = b""  # the part of the next message that has been read
 
     def keep(self) -> None:
         """Fork until a trainer ends for good, and end like it; return only if this process cannot be forked."""
@@ -242,26 +236,35 @@ class Keeper:
         return True
 
     def _forks_again(self, code: int) -> bool:
-        """Whether to fork another trainer after this end of one."""
+        """Whether to fork another trainer after one has ended: the first row that fits. But no "yes" after
+        --keeper-restarts without progress, or if this rank's death cannot be reported to the other keepers.
+
+        a stop signal; refused input; the store in which ranks meet is gone     no
+        finished                         only if another rank has died, which cannot finish without this one
+        killed by another signal, or ended because of a hang                    yes: this rank has died
+        got REGROUP, or lost a rank whose keeper confirms its death             yes: another rank has died
+        anything else, such as an exception                                     no
+        """
         if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or not holds_store():
             return False
         if code == 0:
             return not self._peers.await_all(self._stopped_within)
-        why = ""
-        if code < 0 and not self._regroup_time:
-            why = f"was killed by {_signal_name(-code)}"
+        if code < 0 and not self._regroup_time:  # after REGROUP this keeper may have killed it
+            death = f"was killed by {_signal_name(-code)}"
         elif "hang" in self._messages:
-            why = "ended because of a hang"
-        elif not self._regroup_time and not ("lost" in self._messages and self._is_confirmed()):
+            death = "ended because of a hang"
+        elif self._regroup_time or ("lost" in self._messages and self._is_confirmed()):
+            death = ""
+        else:
             return False
         if self._fruitless >= self._limit:
-            _say(f"rank {self._rank} {why or 'lost another rank'} again, without progress; torchrun decides")
+            _say(f"rank {self._rank} {death or 'lost another rank'} again, without progress; torchrun decides")
             return False
-        if why and not self._peers.report_death():
-            return False  # the others do not know of the death, and would wait
+        if death and not self._peers.report_death():
+            return False  # the others would wait for this rank
         self._fruitless += 1
-        if why:
-            _say(f"rank {self._rank} {why}; all ranks restart in place, without torchrun")
+        if death:
+            _say(f"rank {self._rank} {death}; all ranks restart in place, without torchrun")
         return True
 
     def _is_confirmed(self) -> bool:

@@ -40,8 +40,7 @@ class MemoryCheckpoint(NamedTuple):
     """A complete state in memory."""
 
     descriptor: int
-    facts: dict[str, Any]
-    """The manifest of its checkpoint and the folder for it; JSON."""
+    facts: dict[str, Any]  # the manifest of its checkpoint and the folder for it; JSON
 
     @property
     def path(self) -> str:
@@ -59,8 +58,7 @@ class Offer(NamedTuple):
 
     step: int
     path: str
-    identity: tuple[str, int, int]
-    """The kernel's boot, the file's device and its inode: elsewhere the path may be another file's."""
+    identity: tuple[str, int, int]  # the kernel's boot, the file's device and inode: elsewhere the path is another's
 
 
 class RankMemory:

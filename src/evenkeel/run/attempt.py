@@ -47,7 +47,7 @@ from .fingerprint import MICRO_BATCH, fingerprint_of_run
 from .identity import Identity, prepare_folder
 from .records import is_run, is_untrained, read_facts, recorded_options
 from .resume import Resume
-from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, claim, has_begun, launch_token
+from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, claim, is_restart, launch_token
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
@@ -57,17 +57,19 @@ T = TypeVar("T")
 
 
 class Records(NamedTuple):
-    """The launch tokens of all ranks, and what each node knows of the run so far."""
+    """The launch tokens of all ranks, and what each node knows of the run so far.
+
+    A run that is there starts over with --fresh, or if it is untrained (`is_untrained`) on all nodes; but not in a
+    restart (`is_restart`) of the launch that has begun it, so that --fresh counts once.
+    """
 
     tokens: Sequence[str]
-    fresh: bool
-    """Whether a run that this launch has not begun starts over: --fresh, or it has trained nothing."""
-    statuses: Sequence[dict[str, Any]]
-    """Each node's status.json, if it is of the run that goes on."""
+    fresh: bool  # whether a run that is there starts over unless this is a restart: --fresh, or it is untrained
+    statuses: Sequence[dict[str, Any]]  # each node's status.json, if it is of the run that goes on
 
     @property
-    def begins(self) -> bool:
-        """Whether nothing of what is there goes on."""
+    def starts_over(self) -> bool:
+        """Whether a run that is there does so."""
         return not self.statuses
 
     @property
@@ -123,14 +125,8 @@ class Attempt:
             prepare_folder(self.path, run, config.fresh)
         facts = fingerprint_of_run(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
-        self.checkpoints = Checkpoints(
-            self.path / "checkpoints",
-            config.keep,
-            None,
-            facts,
-            keep_best=config.keep_best,
-            keep_every=config.keep_every,
-        )
+        folder, best, every = self.path / "checkpoints", config.keep_best, config.keep_every
+        self.checkpoints = Checkpoints(folder, config.keep, None, facts, keep_best=best, keep_every=every)
         self.logs = self.path / "logs"
         self.lead: Lead | None = None
         self.hosts: list[str] = []
@@ -156,7 +152,7 @@ class Attempt:
         """Record a stop signal during the start, before there is a state to save. Any thread may call it."""
         if reason == REGROUPING:
             return
-        if (mine := self._directory) and mine.begun:
+        if (mine := self._directory) and mine.recorded:
             state: RunState = "stopped" if mine.attempts == 1 else "running"  # later, a state may be in memory only
             with contextlib.suppress(OSError):
                 mine.update(state, reason=reason, fruitless=0)
@@ -174,7 +170,7 @@ class Attempt:
         """
         before = self._gather_records()
         # once on each node; its other ranks wait in the next collective
-        warning = self.compiled.unpack(before.begins) if self.compiled and self.world.local_rank == 0 else ""
+        warning = self.compiled.unpack(before.starts_over) if self.compiled and self.world.local_rank == 0 else ""
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare(before.newest)
@@ -208,7 +204,7 @@ class Attempt:
             untrained |= not is_run(self.path)
         tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
         fresh = self.config.fresh or (any(statuses) and all(nothing))
-        return Records(tokens, fresh, [each for each in statuses if not fresh or has_begun(each, tokens)])
+        return Records(tokens, fresh, [each for each in statuses if not fresh or is_restart(each, tokens)])
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
@@ -226,7 +222,7 @@ class Attempt:
         if not self.config.strict_bits or self._finished(before.newest):
             return
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
-        present = [manifest for manifest in manifests if manifest and not before.begins]
+        present = [manifest for manifest in manifests if manifest and not before.starts_over]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
         Resume(self.config, self.world, self.checkpoints).record_bits(newest)
 
@@ -245,7 +241,7 @@ class Attempt:
             moved = f"--fresh: the run that was in {near(self.path)} is now in {near(aside)}"
             kept = f"nothing was trained in {near(aside)}; starting again"
             self.say(f"evenkeel: {kept if aside == self.path else moved}")
-        if not directory.attempts and not before.begins:
+        if not directory.attempts and not before.starts_over:
             directory.status = before.newest  # rank 0 is new here, but another node may know the run
         status = directory.status
         if self._finished(status):

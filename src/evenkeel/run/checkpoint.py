@@ -169,11 +169,11 @@ class Checkpoints:
         """Lock out other writers, but wait for frozen ones only until a moment; yields whether there is no other.
 
         Two at once only cost time and space: each writes under its own name and gives up if the other was faster.
-        Raises OSError as :func:`refuse_another_run`.
+        Raises OSError as :func:`refuse_stale_writer`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with folder_locked(self.folder, until) as alone:
-            refuse_another_run(self)
+            refuse_stale_writer(self)
             yield alone
 
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
@@ -193,7 +193,7 @@ class Checkpoints:
 
     def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
         """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `locked`."""
-        refuse_another_run(self)  # again: this process may have been frozen while it wrote
+        refuse_stale_writer(self)  # again: this process may have been frozen while it wrote
         old = self.folder / f".{final.name}.old"
         again = kind == "checkpoint" or not (final / MANIFEST).exists()
         if again and final.exists():  # the same step, written by an earlier attempt
@@ -267,7 +267,7 @@ class Checkpoints:
         return value if self.best_by and self.best_by[1] == "max" else -value
 
 
-def refuse_another_run(checkpoints: Checkpoints) -> None:
+def refuse_stale_writer(checkpoints: Checkpoints) -> None:
     """Raise an OSError if another run has begun in the folder (--fresh): this process is left of the one before."""
     with contextlib.suppress(ValueError):  # a status.json that was damaged says nothing
         now = read_json(checkpoints.folder.parent / "status.json").get("run_id")

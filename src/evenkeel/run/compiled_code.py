@@ -63,19 +63,19 @@ class CompiledCode:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
         self._packed: set[str] = set()
 
-    def unpack(self, begins: bool) -> str:
+    def unpack(self, starts_over: bool) -> str:
         """Replace this node's folder by what the run has stored. For one process of a node, before any compiles.
 
         Files of a killed attempt are deleted: a library that was being linked then is incomplete.
 
         Args:
-            begins: the run is new; its folder has another run's code.
+            starts_over: the run does; its folder has another run's code.
 
         Returns:
             Why stored code is not used, in a line; empty if all is well.
         """
         self._begin_anew()
-        if begins or not self.archive.exists():
+        if starts_over or not self.archive.exists():
             return ""
         try:
             with os.fdopen(os.open(self.archive, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:

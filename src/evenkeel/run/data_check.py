@@ -27,11 +27,9 @@ class RankData(NamedTuple):
 
     samples: dict[str, int]
     order: str
-    changed_epoch: str
-    """The epoch whose order differs from what the run has used; "" if none does."""
+    changed_epoch: str  # the epoch whose order differs from what the run has used; "" if none does
     digests: Digests
-    accepts_difference: bool
-    """The rank's --other-data."""
+    accepts_difference: bool  # the rank's --other-data
 
 
 class DataCheck:

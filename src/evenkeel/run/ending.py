@@ -76,7 +76,7 @@ class Ending:
         if metrics and lead:
             lead.tracker.evaluation(state.step, metrics)
         self._checkpointer.record_digests()
-        # without marks, and no other rank waits, except for the last rows
+        # the watch for hangs sees no progress while this is written, so it waits as long as a slow disk may take
         activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
         if not lead:
             self._saver.save_last(state, metrics)

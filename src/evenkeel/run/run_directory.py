@@ -60,8 +60,8 @@ def launch_token() -> str:
     return f"{socket.gethostname()}:{agent}:{known.started if known else '?'}"
 
 
-def has_begun(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
-    """Whether the launch with these tokens of its ranks has itself begun the run, and is restarted."""
+def is_restart(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
+    """Whether the launch with these tokens of its ranks has itself begun the run with this status."""
     return bool(set(filter(None, tokens)) & set(status.get("launch", [])))
 
 
@@ -89,7 +89,7 @@ class RunDirectory:
         return len(self.status.get("world_sizes", []))
 
     @property
-    def begun(self) -> bool:
+    def recorded(self) -> bool:
         """Whether this attempt is recorded."""
         return bool(self._options)
 
@@ -117,14 +117,14 @@ class RunDirectory:
         Raises:
             Ended: it cannot be moved.
         """
-        if not is_run(self.path) or has_begun(self.status, tokens):
+        if not is_run(self.path) or is_restart(self.status, tokens):
             return None
         self.status, self.trouble = {"world_sizes": self.status.get("world_sizes", [])} if self.untrained else {}, ""
         return self.path if self.untrained else _move_aside(self.path)
 
     def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
-        restarted = has_begun(self.status, tokens)
+        restarted = is_restart(self.status, tokens)
         launch = set(filter(None, tokens)) | set(self.status["launch"] if restarted else ())
         last_failure, fruitless = self.status.get("last_failure"), self.fruitless
         if fruitless <= MAX_FRUITLESS:
@@ -207,7 +207,7 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
     mine, _ = read_facts(path / "status.json")
     if mine == {name: fact for name, fact in status.items() if fact is not None}:
         return None
-    aside = _move_aside(path) if fresh and not has_begun(mine, status["launch"]) and is_run(path) else None
+    aside = _move_aside(path) if fresh and not is_restart(mine, status["launch"]) and is_run(path) else None
     _write_config(path, options)
     write_json(path / "status.json", status)
     return aside
@@ -255,7 +255,7 @@ def _move_aside(path: Path) -> Path:
                 entry.rename(aside / entry.name)
                 moved.append(entry)
                 if entry.name == "status.json":
-                    # a process that is left of the old run finds another one from here on (`refuse_another_run`); and
+                    # a process that is left of the old run finds another one from here on (`refuse_stale_writer`); and
                     # after a crash here the rest is recognised as a run
                     write_json(entry, {"world_sizes": [], "state": "stopped", "run_id": uuid4().hex})
             return aside

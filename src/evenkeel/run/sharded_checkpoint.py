@@ -24,7 +24,7 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.memory_checkpoint import step_in
 from ..training import slots
-from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, refuse_another_run, step_of
+from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, refuse_stale_writer, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
 ROWS_TIMEOUT = 600.0
@@ -69,7 +69,7 @@ def write_rows(
     final = checkpoints.folder / f"step-{step:08d}"
     if kind == "snapshot" and (final / MANIFEST).exists():
         return
-    refuse_another_run(checkpoints)
+    refuse_stale_writer(checkpoints)
     folder = checkpoints.folder / f".{final.name}.{token}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     name = file_of(rows["rank"], rows["ranks"])

@@ -56,18 +56,15 @@ Digests = Mapping[str, int | str]
 class Found(NamedTuple):
     """What each rank tells all others in a step that is verified."""
 
-    own: str
-    """Digest of what it has computed; of nothing, if it idles."""
-    again: str
-    """Digest of what the rank before it should have computed."""
+    own: str  # digest of what it has computed; of nothing, if it idles
+    again: str  # digest of what the rank before it should have computed
     state: str
 
 
 class Who(NamedTuple):
     """A rank, for a person and for Slurm."""
 
-    line: str
-    """Rank, device, host, serial number."""
+    line: str  # rank, device, host, serial number
     node: str
 
 

@@ -72,22 +72,22 @@ class VerifiedLoss(DistributedLoss):
         if self._open and self._due:
             self.mine |= self._digests(parameters, gradients)
 
-    def _collect(self) -> Tensor:
-        collected = super()._collect()
+    def _pack(self) -> Tensor:
+        packed = super()._pack()
         if self._open:
-            if not (self._last and self.reduction.hooked):  # otherwise the hook has done so
+            if not (self._pass.last and self.reduction.hooked):  # otherwise the hook has done so
                 self._take(self._learning, [parameter.grad for parameter in self._learning])
             self._open = False
             if self._due:
-                self.mine[REST] = bit_sum(collected)
-        return collected
+                self.mine[REST] = bit_sum(packed)
+        return packed
 
     def step(self, norm: Tensor | None = None) -> None:
         """Take the step, if all ranks agree; else nothing is committed, and the run yields the step again."""
         if self._verification.approves(self, self._loss.step):
             super().step(norm)
         else:
-            self._sums()  # no exchange may be under way when the step begins again
+            self._sums.total()  # no exchange may be under way when the step begins again
 
     def compute_again(self, given: Given) -> dict[str, int]:
         """Compute any rank's micro-batch of the present step from the committed weights; returns its digests.
@@ -99,14 +99,13 @@ class VerifiedLoss(DistributedLoss):
         micro_batch, batch = given
         with generators_kept():
             seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
-            found = self._loss(self._transfer(cloned(batch)))
-            loss, self._part_values = found if isinstance(found, tuple) else (found, None)
-            self._weight = micro_batch.size / self.plan.step_samples(self._loss.step)
-            gradients = torch.autograd.grad(loss, self._learning, self._gradient_factor(loss), allow_unused=True)
-            collected = super()._collect()
+            again = self._pass_of(micro_batch, batch)
+            loss = again.loss_of(self._loss(self._transfer(cloned(batch))))
+            gradients = torch.autograd.grad(loss, self._learning, self._gradient_factor(again, loss), allow_unused=True)
+            packed = self._sums.packed(again)
         if self._flips:
             self._flips.strike(self._learning, gradients, again=True)
-        return on_host(self._digests(self._learning, gradients) | {REST: bit_sum(collected)})
+        return on_host(self._digests(self._learning, gradients) | {REST: bit_sum(packed)})
 
     def _digests(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> dict[str, Tensor]:
         """By names of parameters; a missing gradient counts as zeros, as DDP has them."""

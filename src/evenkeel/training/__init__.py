@@ -7,7 +7,7 @@ changes the state, so between two commits another thread may copy it at any time
 - task: model, loss and metrics; the class that a user writes. task_data: its data, and how a run prepares it.
   task_training: its optimizers, and its own state. classification: the task of inputs with a label each
 - loss: the loss and the model in one module, which DDP wraps
-- distributed_loss: forward and backward passes of a step, DDP around them, and clipping
+- distributed_loss: forward and backward passes of a step, and DDP around them; step_sums: what they add up
 - whole_batch: losses over all samples of a step, in the memory of one micro-batch; whole_batch_evaluation: their
   evaluation
 - state: model, optimizers and step, committed and captured as one

@@ -11,8 +11,8 @@ statistics, and the step adds the mean of all micro-batches' changes. The reduct
 
 # no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,6 @@ from ..distributed.data_parallel import Parallel, parallel
 from ..distributed.reduction import AllReduce, Reduction, Tree
 from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
-from ..distributed.tree import Fold, Node
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
 from .checks import check_dense, explain, missing_gradients, same_parts, wrong_backward, wrong_step
@@ -40,14 +39,11 @@ from .optimization import clip_grad_norm
 from .shares import Shares
 from .side_effects import SideEffects
 from .state import State
+from .step_sums import Pass, StepSums
 from .whole_batch import WholeBatch
 
-# newer releases of torch warn about the old name
-_BUFFER_OPTION = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel).parameters
-)
+_NEW, _OLD = "forward_sync_buffers", "broadcast_buffers"  # newer releases of torch warn about the old name
+_BUFFER_OPTION = _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else _OLD
 
 
 class DistributedLoss:
@@ -113,28 +109,16 @@ class DistributedLoss:
         self._arrivals = arrivals or Arrivals()
         self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
         if self._synced:  # with --sync-batchnorm: the layers that exchange statistics
-            counts = [_working_ranks(plan.shares(step, world.world_size)) for step in (0, plan.steps_per_epoch - 1)]
+            steps = (0, plan.steps_per_epoch - 1)
+            counts = [sum(map(bool, plan.shares(step, world.world_size))) for step in steps]  # ranks with micro-batches
             # ranks that use different parameters fill their buckets at different times, and waiting would deadlock
             self._synced.connect(counts, None if unused else self.reduction.catch_up)
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
-        self._batch: Any = None
         self._side_effects = SideEffects(state, loss, not config.verify_every)
-        self._backward_calls, self._complete = 0, False
-        self._samples, self._weight, self._last = 0, 0.0, False
-        self._contribution = torch.zeros(())  # of the micro-batch to the step's mean loss
-        self._part_values: Tensor | None = None  # of the micro-batch's loss, if it has named parts
-        self._part_names: tuple[str, ...] | None = None  # the same on all ranks; None: not known yet
-        self._collected = Fold[Tensor](Tensor.add_)  # this rank's results of `_collect` in the present step
-        self._await_total: Callable[[], Tensor] | None = None  # waits for their sum over all ranks
-        self._total: Tensor | None = None  # that sum
-
-    def _build_reduction(self, config: Config) -> Reduction:
-        if self.state.sharding:
-            return self.state.sharding.reduction
-        if config.reduce == "tree":
-            return Tree(self._network, self.world, self._unused)
-        return AllReduce(self.world, config.reduce_dtype == "bf16")
+        self._pass = Pass(None, 0, 0.0)  # of the present micro-batch, or the last one
+        self._sums = StepSums(self.reduction, state.buffers, world.device)  # of the present step
+        self._complete = False  # whether it has its gradient, and `step` may come
 
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """The batches of this rank's micro-batches, on its device; none on an idle rank, which takes part with zeros.
@@ -145,108 +129,36 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._loss.step, self._complete = step.number, False
         self._side_effects.begin()
-        self._collected, self._await_total, self._total = Fold(Tensor.add_), None, None
+        self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
         counts = self._shares.counts if self._shares else ()
         shares = self.plan.shares(step.number, self.world.world_size, counts)
         self._arrivals.begin(step.micro_batches)
-        try:
+        with self._explained():
             activity.enter(DATA)
             self.reduction.begin(shares)
             if self._synced:
-                self._synced.begin(_working_ranks(shares))
+                self._synced.begin(sum(map(bool, shares)))
             batches = self._embedded(self._whole, step, shares) if self._whole else step.batches
             # at the yield the loop of train.py runs forward and backward; the rest runs when it asks for the next batch
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
-                placed, self._last = self._begin(micro_batch, batch), number == len(step.micro_batches)
-                self._weight = micro_batch.size / self.plan.step_samples(step.number)
-                with nullcontext() if self._last else self._no_reduction():
+                placed = self._begin(micro_batch, batch)
+                self._pass.last = last = number == len(step.micro_batches)
+                with nullcontext() if last else self._no_reduction():
                     yield placed
-                if self._backward_calls != 1:
-                    raise wrong_backward(self._backward_calls)
-                collected = self._collect()
-                # with --shard an idle rank repeats another's micro-batch, which must not count twice
-                if not self.reduction.repeats(micro_batch.id):
-                    self._collected.push(Node(0, micro_batch.id), collected)
-                if not self._last:
-                    self.reduction.accumulate(micro_batch.id)
-                if not (self._last and self.reduction.hooked):  # else the hook marks it
-                    self._arrivals.mark(BACKWARD)
-                activity.enter(DATA)
+                self._finish(micro_batch)
             self._finish_reduction(step)
-        except Exception as error:
-            self._explain(error)
-            raise
         for parameter in self._others:  # of networks that do not learn in this step
             parameter.grad = None
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.task_state:
-            self._begin_sum()  # while the norm is computed; not earlier, because a backward pass may change buffers too
+            self._sums.begin()  # while the norm is computed; not earlier: a backward pass may change buffers too
         self._complete = True
-
-    def _finish_reduction(self, step: Step) -> None:
-        activity.enter(REDUCTION)
-        if not step.micro_batches and self.reduction.hooked:
-            self.module(None).backward()  # an idle rank's exact zero, see `Loss`
-        self.reduction.end()
-        self._side_effects.check()
-        if not (self._unused or self._has_all()):
-            raise missing_gradients(self._network)
-        if self._part_names is None:  # once
-            check_dense(self._learning)
-            self._agree_on_parts()
-
-    def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
-        """Begin a pass of a micro-batch: seed its random numbers. Returns its batch on the device."""
-        self._batch, self._samples, self._backward_calls = batch, micro_batch.size, 0
-        activity.enter(COMPUTING)
-        seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
-        placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
-        self._arrivals.mark(LOADING)
-        return placed
-
-    def _embedded(self, whole: WholeBatch, step: Step, shares: tuple[range, ...]) -> Iterator[Any]:
-        """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
-
-        def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
-            placed = self._begin(micro_batch, batch)
-            with self._loss.computing("embed()") as model:
-                found = whole.embed(model, placed, micro_batch.size)
-            self.state.buffers.rewind()
-            self._arrivals.mark(FORWARD)
-            return found
-
-        batches = whole.begin(step, shares, self.plan, self.world, self.seed, first_pass)
-        self._arrivals.mark(WAITING)
-        return batches
-
-    def _agree_on_parts(self) -> None:
-        """Exchange the names of the loss's parts: a rank without a micro-batch knows none."""
-        known = [names[0] for names in self.world.gather(self._loss.parts) if names]
-        for names in known:
-            same_parts(known[0], names, Ended)
-        self._part_names = known[0] if known else None
-        self._loss.parts[:] = known[:1]
-
-    @property
-    def last_micro_batch(self) -> tuple[Any, int]:
-        """This rank's last batch, as it was loaded, and its samples; (None, 0) before the first."""
-        return self._batch, self._samples
-
-    def parameters(self) -> list[nn.Parameter]:
-        """All of the model's parameters, for torch's `clip_grad_norm_`."""
-        return self.state.parameters
 
     def __call__(self, batch: Any) -> Tensor:
         """The mean loss of a micro-batch, a scalar."""
-        try:
-            output = self.module(batch)
-        except Exception as error:
-            self._explain(error)
-            raise
-        loss: Tensor
-        loss, self._part_values = output if isinstance(output, tuple) else (output, None)
-        return loss
+        with self._explained():
+            return self._pass.loss_of(self.module(batch))
 
     def backward(self, loss: Tensor) -> None:
         """Add the micro-batch's part to the gradient of the global batch: its samples / the step's samples.
@@ -254,22 +166,12 @@ class DistributedLoss:
         The last micro-batch's pass also reduces the gradients over all ranks.
         """
         self._arrivals.mark(FORWARD)
-        self._backward_calls += 1
-        factor = self._gradient_factor(loss)
-        if self._last:
+        self._pass.backward_calls += 1
+        factor = self._gradient_factor(self._pass, loss)
+        if self._pass.last:
             activity.enter(REDUCTION)
-        try:
+        with self._explained():
             loss.backward(factor)  # type: ignore[no-untyped-call]
-        except Exception as error:
-            self._explain(error)
-            raise
-
-    def _gradient_factor(self, loss: Tensor) -> Tensor:
-        """The factor on the gradient of this micro-batch's loss: its share of the step's samples, times the loss scale.
-        NaN if the loss is not finite, because its gradient might be finite all the same, and all ranks must notice."""
-        self._contribution = part = loss.detach() * self._weight
-        scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
-        return scale * (1.0 if self._whole else self._weight) + 0 * part  # a whole-batch loss has its weight already
 
     def step(self, norm: Tensor | None = None) -> None:
         """Take the optimizers' step, unless the gradient is not finite. Afterwards all ranks have the same state.
@@ -288,46 +190,108 @@ class DistributedLoss:
             )
         if self.state.task_state:
             self.state.task_state.check()
-            named = zip(("loss", *(self._part_names or ())), self._sums().tolist(), strict=False)
+            named = zip(("loss", *(self._sums.part_names or ())), self._sums.total().tolist(), strict=False)
             self.state.task_state.losses = dict(named)
-        self.state.commit(norm, self._new_buffers(), self.loss if self.state.scaler else None)
+        self.state.commit(norm, self._sums.new_buffers(), self.loss if self.state.scaler else None)
 
     @property
     def loss(self) -> Tensor:
         """The mean loss of the global batch, a scalar on the device. All ranks must read this property, because it may
         exchange data. The value is not copied to the host, which would have to wait."""
-        return self._sums()[0]
+        return self._sums.total()[0]
 
     @property
     def parts(self) -> dict[str, Tensor]:
         """The parts of the loss by name, as :attr:`loss`."""
-        sums = self._sums()
-        return dict(zip(self._part_names or (), sums[1:], strict=False))
+        return dict(zip(self._sums.part_names or (), self._sums.total()[1:], strict=False))
 
-    def _new_buffers(self) -> list[Tensor]:
-        """New values of the model's buffers, flat, for each of its groups: changed by the mean change over all
-        micro-batches of all ranks. Without buffers nothing is exchanged."""
-        buffers = self.state.buffers
-        return buffers.moved_by(self._sums()[-buffers.numel :]) if buffers.numel else []
+    @property
+    def last_micro_batch(self) -> tuple[Any, int]:
+        """This rank's last batch, as it was loaded, and its samples; (None, 0) before the first."""
+        return self._pass.batch, self._pass.samples
 
-    def _collect(self) -> Tensor:
-        """Pack weighted losses and changes of the buffers into one flat float64 tensor, and rewind the buffers."""
-        named = [] if self._part_values is None else [(self._part_values * self._weight).double()]
-        parts = [self._contribution.double().reshape(1), *named, *self.state.buffers.take_changes(self._weight)]
-        placed = [part.to(self.world.device) for part in parts]
-        return torch.cat(placed) if len(placed) > 1 else placed[0]
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the model's parameters, for torch's `clip_grad_norm_`."""
+        return self.state.parameters
 
-    def _begin_sum(self) -> Callable[[], Tensor]:
-        """Begin to add up the results of :meth:`_collect` over all ranks."""
-        if self._await_total is None:
-            numel = 1 + len(self._part_names or ()) + self.state.buffers.numel
-            self._await_total = self.reduction.sum_small(self._collected, numel)
-        return self._await_total
+    def _build_reduction(self, config: Config) -> Reduction:
+        if self.state.sharding:
+            return self.state.sharding.reduction
+        if config.reduce == "tree":
+            return Tree(self._network, self.world, self._unused)
+        return AllReduce(self.world, config.reduce_dtype == "bf16")
 
-    def _sums(self) -> Tensor:
-        if self._total is None:
-            self._total = self._begin_sum()()
-        return self._total
+    def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
+        """Begin a pass of a micro-batch: seed its random numbers; returns its batch on the device."""
+        self._pass = self._pass_of(micro_batch, batch)
+        activity.enter(COMPUTING)
+        seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
+        placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
+        self._arrivals.mark(LOADING)
+        return placed
+
+    def _pass_of(self, micro_batch: MicroBatch, batch: Any) -> Pass:
+        return Pass(batch, micro_batch.size, micro_batch.size / self.plan.step_samples(self._loss.step))
+
+    def _embedded(self, whole: WholeBatch, step: Step, shares: tuple[range, ...]) -> Iterator[Any]:
+        """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
+
+        def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
+            placed = self._begin(micro_batch, batch)
+            with self._loss.computing("embed()") as model:
+                found = whole.embed(model, placed, micro_batch.size)
+            self.state.buffers.rewind()
+            self._arrivals.mark(FORWARD)
+            return found
+
+        batches = whole.begin(step, shares, self.plan, self.world, self.seed, first_pass)
+        self._arrivals.mark(WAITING)
+        return batches
+
+    def _gradient_factor(self, this: Pass, loss: Tensor) -> Tensor:
+        """The factor on the gradient of a micro-batch's loss: its share of the step's samples, times the loss scale.
+        NaN if the loss is not finite, because its gradient might be finite all the same, and all ranks must notice."""
+        this.contribution = part = loss.detach() * this.weight
+        scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
+        return scale * (1.0 if self._whole else this.weight) + 0 * part  # a whole-batch loss has its weight already
+
+    def _finish(self, micro_batch: MicroBatch) -> None:
+        """Add what its passes have found to the step's sums."""
+        if self._pass.backward_calls != 1:
+            raise wrong_backward(self._pass.backward_calls)
+        packed = self._pack()
+        # with --shard an idle rank repeats another's micro-batch, which must not count twice
+        if not self.reduction.repeats(micro_batch.id):
+            self._sums.add(micro_batch.id, packed)
+        if not self._pass.last:
+            self.reduction.accumulate(micro_batch.id)
+        if not (self._pass.last and self.reduction.hooked):  # else the hook marks it
+            self._arrivals.mark(BACKWARD)
+        activity.enter(DATA)
+
+    def _pack(self) -> Tensor:
+        """What the present micro-batch adds to the step's sums."""
+        return self._sums.packed(self._pass)
+
+    def _finish_reduction(self, step: Step) -> None:
+        activity.enter(REDUCTION)
+        if not step.micro_batches and self.reduction.hooked:
+            self.module(None).backward()  # an idle rank's exact zero, see `Loss`
+        self.reduction.end()
+        self._side_effects.check()
+        if not (self._unused or self._has_all()):
+            raise missing_gradients(self._network)
+        if self._sums.part_names is None:  # once
+            check_dense(self._learning)
+            self._agree_on_parts()
+
+    def _agree_on_parts(self) -> None:
+        """Exchange the names of the loss's parts: a rank without a micro-batch knows none."""
+        known = [names[0] for names in self.world.gather(self._loss.parts) if names]
+        for names in known:
+            same_parts(known[0], names, Ended)
+        self._sums.part_names = known[0] if known else None
+        self._loss.parts[:] = known[:1]
 
     def _has_all(self) -> bool:
         """Whether all learning parameters have a reduced gradient. With DDP it is not enough that each has one: it may
@@ -339,11 +303,16 @@ class DistributedLoss:
         """A context in which gradients add up on this rank: DDP reduces only in a step's last backward pass."""
         return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
 
-    def _explain(self, error: Exception) -> None:
-        """Raise a known mistake in one line; attach the batch to an out-of-memory error."""
-        self.state.buffers.rewind()
-        note_batch(error, self._batch)
-        explain(error, self._network)
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A context that raises a known mistake in one line, and attaches the batch to an out-of-memory error."""
+        try:
+            yield
+        except Exception as error:
+            self.state.buffers.rewind()
+            note_batch(error, self._pass.batch)
+            explain(error, self._network)
+            raise
 
 
 def _wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduction, unused: bool) -> nn.Module:
@@ -367,8 +336,3 @@ def _wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduct
     ddp(None).backward()
     ddp.zero_grad(set_to_none=True)
     return ddp
-
-
-def _working_ranks(shares: Sequence[range]) -> int:
-    """The number of ranks that have a micro-batch; they are the first ones."""
-    return sum(map(bool, shares))

@@ -189,10 +189,7 @@ def _of_each(values: Any, samples: int) -> Any:
     """A task's metrics, with a scalar as the value of each sample."""
     if not isinstance(values, dict):
         return values  # refused by the next check
-    return {
-        name: value.expand(samples) if isinstance(value, Tensor) and value.dim() == 0 else value
-        for name, value in values.items()
-    }
+    return {name: it.expand(samples) if isinstance(it, Tensor) and it.dim() == 0 else it for name, it in values.items()}
 
 
 @contextmanager
@@ -211,9 +208,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def same_tensors(model: nn.Module) -> Iterator[None]:
     """Restore buffers, and the parameters' requires_grad, afterwards."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    holders = [
-        (module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
-    ]
+    holders = [(it._buffers, name, buffer) for it in model.modules() for name, buffer in it._buffers.items()]
     buffers = [(holder, name, buffer, buffer.clone()) for holder, name, buffer in holders if buffer is not None]
     try:
         yield

@@ -30,14 +30,10 @@ class NonFinite(Ended):
 class Decision(NamedTuple):
     """What becomes of a step."""
 
-    nonfinite: Tensor
-    """Nothing is applied."""
-    overflow: Tensor | None
-    """Only float16's scale is too large."""
-    failed: Tensor
-    """Nonfinite, and no overflow."""
-    skip: Tensor | bool
-    """As `nonfinite`, but a bool if the host decides."""
+    nonfinite: Tensor  # nothing is applied
+    overflow: Tensor | None  # only float16's scale is too large
+    failed: Tensor  # nonfinite, and no overflow
+    skip: Tensor | bool  # as `nonfinite`, but a bool if the host decides
 
 
 def decide(

@@ -34,12 +34,9 @@ CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
 class Made(NamedTuple):
     """One of a task's schedulers."""
 
-    name: str
-    """For messages: "schedulers()[0], a OneCycleLR"."""
-    scheduler: Any
-    """An LRScheduler; the arguments of `step` differ."""
-    by_evaluation: bool
-    """Stepped after each evaluation, instead of each optimizer step."""
+    name: str  # for messages: "schedulers()[0], a OneCycleLR"
+    scheduler: Any  # an LRScheduler; the arguments of `step` differ
+    by_evaluation: bool  # stepped after each evaluation, instead of each optimizer step
 
 
 class Schedulers:

@@ -162,8 +162,6 @@ def predicted(rows: Sequence[Row], weak: bool) -> Prediction:
     """The prediction of the law for this kind of work."""
     ranks, s = 2 * rows[-1].ranks, serial_share(rows, weak)
     n = ranks / rows[0].ranks
-    return (
-        Prediction(ranks, n - s * (n - 1), s, "Gustafson")
-        if weak
-        else Prediction(ranks, 1 / (s + (1 - s) / n), s, "Amdahl")
-    )
+    if weak:
+        return Prediction(ranks, n - s * (n - 1), s, "Gustafson")
+    return Prediction(ranks, 1 / (s + (1 - s) / n), s, "Amdahl")
