@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..distributed.collectives import no_collectives
+from ..distributed.collectives import no_collectives, of_divided_weight
 from .checks import checked_losses, same_parts, takes
 from .precision import Precision, autocast
 from .task import Losses
@@ -68,6 +68,8 @@ class Loss(nn.Module):
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
         with self.computing("loss()") as model:  # here, so that every replica has it
             loss, parts = checked_losses(self._loss(model, batch, **({"step": self.step} if self._takes_step else {})))
+        if hasattr(loss, "to_local"):
+            raise of_divided_weight()
         if not self.parts:
             self.parts.append(tuple(parts))
         same_parts(self.parts[0], tuple(parts))
