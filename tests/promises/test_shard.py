@@ -13,7 +13,7 @@ from evenkeel.config import Config
 from evenkeel.distributed.placement import place
 from tests.support import needs
 from tests.support.processes import read, records
-from tests.support.small_runs import job_of, refusal, results_of, trained, weights_of
+from tests.support.small_runs import failed, job_of, refusal, results_of, trained, weights_of
 
 pytestmark = needs.sharding
 
@@ -87,6 +87,33 @@ def test_the_bits_are_those_of_a_run_without_it_that_has_its_optimizer(tmp_path:
     assert results(tmp_path / "on") == results(tmp_path / "off")
     digests = [[it["digests"] for it in records(tmp_path / shard, "digest")] for shard in ("on", "off")]
     assert digests[0] == digests[1]
+
+
+OUTSIDE = "--shard: a weight is used outside of the forward() of its block"
+
+
+@pytest.mark.parametrize(
+    ("way", "line"),
+    [
+        ("number", f"{OUTSIDE} at "),
+        *(pytest.param(way, OUTSIDE, marks=pytest.mark.slow) for way in ("draw", "penalty", "whole penalty")),
+        pytest.param("write", "loss() or the model's forward() (or faulty memory) changes", marks=pytest.mark.slow),
+        pytest.param(
+            "gradient", "--shard: create_graph=True: gradients of gradients are not supported", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_would_count_this_ranks_rows_for_the_weight_ends_in_one_line(tmp_path: Path, way: str, line: str) -> None:
+    """Torch says nothing of most of these, and ranks or numbers of ranks would get other weights."""
+    ends = failed(2, job(tmp_path / "run", "--way", way, task="Outside"))
+    assert any(line in it.stderr for it in ends), ends
+
+
+@pytest.mark.slow
+def test_a_whole_weight_may_be_read_after_a_step(tmp_path: Path) -> None:
+    for ranks in (1, 3):
+        trained(ranks, job(tmp_path / str(ranks), "--way", "whole", task="Outside"))
+    assert results(tmp_path / "1") == results(tmp_path / "3")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,3 +64,37 @@ class Predicted(Foreach):
 
     def predict(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         return {"probabilities": model(batch[:, :-1]).float()[:, -1].softmax(-1)}
+
+
+@dataclass
+class Outside(Sharded):
+    """Uses a weight outside of the forward pass of its block."""
+
+    way: str = ""
+
+    collectives: ClassVar[bool] = True
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hook = model.get_submodule("blocks.0").register_forward_hook(lambda *it: seen.append(it[2]))
+        loss, weight = super().loss(model, batch), next(model.parameters())
+        hook.remove()
+        if self.way == "penalty":
+            return loss + weight.square().sum()
+        if self.way == "whole penalty":
+            return loss + weight.full_tensor().square().sum()  # type: ignore[operator]
+        if self.way == "gradient":
+            (slope,) = torch.autograd.grad(loss, seen, create_graph=True)
+            return loss + slope.square().sum()
+        if self.way == "write":
+            weight.data.mul_(0.5)
+        return loss
+
+    def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
+        weight: Any = next(model.parameters())
+        if self.way == "number":
+            weight.div_(weight.norm().item())
+        if self.way == "draw":
+            weight.add_(torch.randn_like(weight))
+        if self.way == "whole":
+            weight.div_((weight.full_tensor() if hasattr(weight, "full_tensor") else weight).norm().item())

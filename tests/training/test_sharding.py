@@ -14,16 +14,25 @@ from evenkeel.training.sharding import refuse_unshardable
 from evenkeel.training.task import Task
 
 
+class Model(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+
+
 class Usual(Task):
     """Two blocks, and a layer around them."""
 
     def model(self) -> nn.Module:
         blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
-        return nn.ModuleDict({"first": nn.Linear(4, 4), "blocks": blocks})
+        return Model({"first": nn.Linear(4, 4), "blocks": blocks})
 
     def train_dataset(self) -> Any: ...
     def test_dataset(self) -> Any: ...
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+
+
+class Parts(Usual):
+    def model(self) -> nn.Module:
+        return nn.ModuleDict(super().model().items())  # type: ignore[operator]
 
 
 class Unused(Usual):
@@ -57,6 +66,7 @@ def test_an_ordinary_model_is_not_refused() -> None:
     [
         (Unused(), "an Unused says that parameters may get no gradient; leave it out"),
         (WholeBatches(), "a WholeBatches defines batch_loss(), which it does not support; leave one out"),
+        (Parts(), "a ModuleDict has no forward(); write one, and call the module in loss()"),
         (Refreshed(), "a Refreshed defines refresh(), which it does not support; leave one out"),
     ],
 )
@@ -72,9 +82,15 @@ def tie(model: Any) -> None:
     ("change", "line"),
     [
         (lambda it: it.update({"norm": nn.BatchNorm1d(4)}), "the model has BatchNorm, which it does not"),
-        (lambda it: it["blocks"].pop(1), "a ModuleDict has no repeated blocks in an "),
+        (lambda it: it["blocks"].pop(1), "a Model has no repeated blocks in an "),
         (lambda it: it.register_parameter("scale", nn.Parameter(torch.ones(()))), "scale is a number without rows"),
         (lambda it: it.register_parameter("w", nn.Parameter(torch.ones(4, 3).t())), "w is not contiguous in memory"),
+        (lambda it: it.register_parameter("w", nn.Parameter(torch.ones(0, 3))), "w has no elements; leave it out"),
+        (lambda it: it["first"].weight.register_hook(torch.abs), "first.weight has a hook, which would not be called;"),
+        (
+            lambda it: setattr(it["first"], "bias", nn.Parameter(torch.ones(4).half())),
+            "first.weight is torch.float32 and first.bias torch.float16; use one type in each block",
+        ),
         (tie, "blocks.0.0.weight and blocks.1.0.weight are one tensor, in different blocks; untie them"),
     ],
 )

@@ -32,29 +32,46 @@ UNINITIALIZED = "process group has not been initialized"
 QUESTIONS = ("get_", "set_")
 """Prefixes of functions that also call the helpers, but send nothing."""
 
+MIXED = "got mixed torch.Tensor and DTensor"
+"""torch's message if something is computed from a weight that --shard divides and a tensor that it does not."""
+
 _refused: list[str] = []  # names of callers that must not use collectives now, the innermost last
 
 
 @contextmanager
 def no_collectives(what: str) -> Iterator[None]:
-    """Raise EndedHere at a collective of the code within, which is `what`, "loss()" for example; "" allows them."""
+    """Raise EndedHere at a collective of the code within, which is `what`, "loss()" for example; "" allows them. An
+    error from a weight that --shard divides becomes one line."""
     _refused.append(what)
     try:
         yield
-    except ValueError as error:
-        if not what or UNINITIALIZED not in str(error):
+    except (RuntimeError, ValueError) as error:
+        if MIXED not in str(error) and (not what or UNINITIALIZED not in str(error)):
             raise
         frame, trace = sys._getframe(), error.__traceback__
         while trace:
             frame, trace = trace.tb_frame, trace.tb_next
-        raise _refusal(what, frame) from error
+        raise (of_divided_weight(frame) if MIXED in str(error) else _refusal(what, frame)) from error
     finally:
         _refused.pop()
+
+
+def of_divided_weight(frame: FrameType | None = None) -> EndedHere:
+    """The error for an operation on a weight of which each rank has some rows, from a frame within it, if known."""
+    user = _called(frame)[1] if frame else None
+    place = f" at {user.f_code.co_filename}:{user.f_lineno}" if user and _package(user) != "evenkeel" else ""
+    return EndedHere(
+        f"--shard: a weight is used outside of the forward() of its block{place}, where this rank has only some of its "
+        "rows; use it in that forward(), or, without gradients, weight.full_tensor() on all ranks, with collectives = "
+        "True in the task's class"
+    )
 
 
 def _refusal(what: str, frame: FrameType) -> EndedHere:
     """The error for a function of torch's, from a frame within it."""
     name, user = _called(frame)
+    if name.startswith("_"):  # called by an operation on a DTensor
+        return of_divided_weight(frame)
     call = f"{what} calls {name} of torch.distributed at {user.f_code.co_filename}:{user.f_lineno}"
     if name.startswith(QUESTIONS):
         return EndedHere(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import seen_at
-from ..distributed.collectives import no_collectives
+from ..distributed.collectives import no_collectives, of_divided_weight
 from .checks import checked_losses, same_parts, takes
 from .precision import Precision, autocast
 from .task import Losses
@@ -71,6 +71,8 @@ class Loss(nn.Module):
             returned = self._loss(model, batch, **({"step": self.step} if self._takes_step else {}))
         with seen_at(self._loss):
             loss, parts = checked_losses(returned)
+            if hasattr(loss, "to_local"):
+                raise of_divided_weight()
             if not self.parts:
                 self.parts.append(tuple(parts))
             same_parts(self.parts[0], tuple(parts))

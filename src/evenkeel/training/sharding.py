@@ -13,6 +13,8 @@ otherwise than its middle, and where a tensor ends would depend on the number of
 from __future__ import annotations
 
 import atexit
+import functools
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ..common.errors import Refusal
+from ..common.errors import EndedHere, Refusal
 from ..common.naming import kind_of
+from ..distributed.collectives import of_divided_weight
 from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter, Weights
 from ..distributed.world import World
 from .cut import has_batchnorm
@@ -39,6 +43,34 @@ from .task import Task, defines
 
 ELEMENTWISE = (SGD, Adam, AdamW)
 OPTION = "--shard"
+
+
+def _refuse_rows(*_: Any) -> Any:
+    """In place of what torch would do with each rank's rows of a DTensor as if they were all, without a word."""
+    raise of_divided_weight(sys._getframe(1))
+
+
+def _refuse_graph(pre_backward: Any) -> Any:
+    """A pass that builds a graph would later read weights that FSDP2 has freed, which can end in a SIGSEGV."""
+
+    @functools.wraps(pre_backward)
+    def checked(*arguments: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise EndedHere(f"{OPTION}: create_graph=True: gradients of gradients are not supported; leave one out")
+        return pre_backward(*arguments)
+
+    return checked
+
+
+@functools.cache
+def _refuse_silent_uses() -> None:
+    """Make torch raise where it would be wrong without a word. These names are private, and may be gone."""
+    if hasattr(FSDPState, "_pre_backward"):
+        FSDPState._pre_backward = _refuse_graph(FSDPState._pre_backward)  # type: ignore[method-assign]
+    dispatcher = getattr(DTensor, "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    for operation in (torch.ops.aten._local_scalar_dense.default, *getattr(dispatcher, "_random_ops", ())):
+        handlers[operation] = _refuse_rows  # item(), normal_() and the like
 
 
 def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]) -> None:
@@ -56,12 +88,19 @@ def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]
             f"{OPTION}: {kind_of(model)} has no repeated blocks in an nn.Sequential or nn.ModuleList; define "
             "blocks(model) in the task and return the modules whose parameters are gathered one after the other"
         )
+    for module in (model, *blocks):
+        if type(module).forward is nn.Module.forward:
+            raise Refusal(f"{OPTION}: {kind_of(module)} has no forward(); write one, and call the module in loss()")
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise Refusal(f"{OPTION}: {name} is a number without rows; make it a tensor of one element")
+        if not parameter.numel():
+            raise Refusal(f"{OPTION}: {name} has no elements; leave it out")
         if not parameter.is_contiguous():
             raise Refusal(f"{OPTION}: {name} is not contiguous in memory; make it so with .contiguous()")
-    _refuse_tied(model, blocks)
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise Refusal(f"{OPTION}: {name} has a hook, which would not be called; remove it, or hook its module")
+    _refuse_tied_or_mixed(model, blocks)
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
             what = f"{OPTION}: {kind_of(optimizer)} is not known to compute each element by itself"
@@ -70,8 +109,9 @@ def refuse_unshardable(task: Task, model: nn.Module, optimizers: list[Optimizer]
             raise Refusal(f"{OPTION}: the learning rate of {kind_of(optimizer)} is a tensor; make it a number")
 
 
-def _refuse_tied(model: nn.Module, blocks: list[nn.Module]) -> None:
+def _refuse_tied_or_mixed(model: nn.Module, blocks: list[nn.Module]) -> None:
     owners: dict[int, tuple[str, str]] = {}
+    kinds: dict[str, tuple[str, torch.dtype]] = {}
     names = {id(module): name for name, module in model.named_modules()}
     places = [names[id(block)] for block in blocks if names.get(id(block))]
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -79,6 +119,9 @@ def _refuse_tied(model: nn.Module, blocks: list[nn.Module]) -> None:
         other, there = owners.setdefault(id(parameter), (name, place))
         if there != place:
             raise Refusal(f"{OPTION}: {other} and {name} are one tensor, in different blocks; untie them")
+        other, kind = kinds.setdefault(place, (name, parameter.dtype)) if parameter.requires_grad else ("", None)
+        if kind and kind != parameter.dtype:
+            raise Refusal(f"{OPTION}: {other} is {kind} and {name} {parameter.dtype}; use one type in each block")
 
 
 class Sharding:
@@ -180,6 +223,7 @@ class Sharding:
 
     def _divide(self, model: nn.Module, blocks: list[str]) -> None:
         """Divide the parameters of the blocks, and as one further block all others."""
+        _refuse_silent_uses()
         for module in [*map(model.get_submodule, blocks), model]:
             whole = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
             for parameter in whole:
@@ -197,6 +241,20 @@ class Sharding:
             divided.set_all_reduce_hook(communication.alone)
             for parameter in whole:  # FSDP2 has copied this rank's rows, but other objects still refer to all of them
                 parameter.data = parameter.new_empty(0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # FSDP2 sets .grad itself; what autograd brings there is of one rank
+                parameter.register_hook(_refuse_rows)  # type: ignore[no-untyped-call]
+
+    def writes(self) -> dict[str, int]:
+        """How often passes have written to the gathered weights, by parameter. The rows know nothing of it."""
+        names, found = {module: name for name, module in self._model.named_modules()}, {}
+        for module in names:
+            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            for it in getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ()):
+                gathered, place = getattr(it, "_unsharded_param", None), it._module_info
+                name = f"{names[place.module]}.{place.param_name}".lstrip(".")
+                found[name] = 0 if gathered is None else gathered._version
+        return found
 
     def recover(self) -> None:
         """Free what a pass that failed has gathered, and forget its gradient: the next pass begins anew."""

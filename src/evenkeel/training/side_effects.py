@@ -14,6 +14,7 @@ from ..common.errors import EndedHere
 from ..common.naming import listed
 from .digest import on_host
 from .state import State
+from .state_dicts import local_rows
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class SideEffects:
     """Looks in steps 1, 2, 4, 8, ..., so that the cost vanishes.
 
     Args:
-        state: whose weights only a commit may change. Those that --shard divides are not looked at.
+        state: whose weights only a commit may change.
         on: not with --verify-every, which finds and mends faulty memory itself.
         loss: if it is a method of a task, numbers in the task's attributes count, as do those of modules.
     """
@@ -37,7 +38,7 @@ class SideEffects:
     def begin(self) -> None:
         """The passes of a step begin."""
         self._steps += 1
-        looks = self._on and self._steps & (self._steps - 1) == 0 and not self._state.sharding
+        looks = self._on and self._steps & (self._steps - 1) == 0
         self._weights = self._sums() if looks else {}
         self._numbers = dict(self._find_numbers()) if looks else {}
 
@@ -73,7 +74,11 @@ class SideEffects:
             )  # fmt: skip
 
     def _sums(self) -> dict[str, int]:
-        return on_host({name: _word_sum(it.detach()) for it, name in self._state.names.items()})
+        rows = zip(self._state.names.values(), local_rows(self._state.parameters), strict=True)
+        sums = on_host({name: _word_sum(it.detach()) for name, it in rows})
+        for name, count in self._state.sharding.writes().items() if self._state.sharding else ():
+            sums[name] += count
+        return sums
 
     def _find_numbers(self) -> Iterator[tuple[str, float]]:
         modules = ((f"model.{name}".rstrip("."), it) for name, it in self._state.model.named_modules())

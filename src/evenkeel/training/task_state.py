@@ -73,6 +73,8 @@ class TaskState:
         def strided(tensor: Tensor, path: Keys) -> Tensor:
             if tensor.is_nested or tensor.layout is not torch.strided:
                 raise Refusal(f"{name} has {path[-1]!r}, which is not a dense tensor: save its parts")
+            if hasattr(tensor, "to_local"):
+                raise Refusal(f"{name} has {path[-1]!r}, which --shard divides: save its full_tensor()")
             return tensor
 
         return map_tensors(plain(dict(returned), name, drop=()), strided)  # type: ignore[no-any-return]
