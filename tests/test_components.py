@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2422,
     "resilience": 1651,
     "training": 6479,
-    "run": 6705,
+    "run": 6716,
     "tasks": 2282,
     "mirror": 553,
     "launch": 2999,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evenkeel.common.files import lock, write_json
 from evenkeel.run.checkpoint import Checkpoints, Damaged, load, read_manifest, step_of, verify
-from evenkeel.run.sharded_checkpoint import await_writers, facts_of, write_rows, write_slots
+from evenkeel.run.sharded_checkpoint import await_whole, await_writers, facts_of, write_rows, write_slots
 from evenkeel.run.sharded_resume import common_step
 from evenkeel.run.state_files import file_of, read_parts, rows_of
 from evenkeel.training.slots import Slots
@@ -227,8 +227,9 @@ def test_a_start_waits_for_a_rank_that_still_writes(checkpoints: Checkpoints, mo
     assert checkpoints.newest_step() == 5
 
 
-def test_a_start_completes_what_a_rank_that_was_killed_could_not(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("complete", [await_writers, lambda it: await_whole(it, 5, 20)], ids=["a start", "rank 0"])
+def test_what_a_rank_that_was_killed_could_not_complete_is_completed(
+    complete: Callable[[Checkpoints], None], checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed() -> None:
         with monkeypatch.context() as patch:
@@ -238,7 +239,7 @@ def test_a_start_completes_what_a_rank_that_was_killed_could_not(
 
     in_a_fork(killed, killed=True)
     assert checkpoints.newest_step() == 0
-    await_writers(checkpoints)
+    complete(checkpoints)
     assert same(load(checkpoints.folder / "step-00000005"), whole(5))
 
 

@@ -124,12 +124,23 @@ def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FORE
 
 
 def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
-    """Wait until a checkpoint of this step has its name; an OSError says which ranks' rows are missing by then."""
-    until = time.monotonic() + seconds
-    while not (checkpoints.folder / f"step-{step:08d}" / MANIFEST).exists() and checkpoints.newest_step() < step:
+    """Wait until a checkpoint of this step has its name. The last writer may be unable to give it that: it was killed
+    just then, or a network file system showed it an old list of files. So this process looks each second.
+
+    Raises:
+        OSError: not all ranks have written their rows by then.
+    """
+    final, until = checkpoints.folder / f"step-{step:08d}", time.monotonic() + seconds
+    look = time.monotonic() + 1
+    while not (final / MANIFEST).exists() and checkpoints.newest_step() < step:
         if time.monotonic() > until:
             raise OSError(errno.ETIMEDOUT, "not all ranks have written their rows", checkpoints.place)
         time.sleep(0.01)
+        if time.monotonic() > look:
+            for folder in checkpoints.folder.glob(f".{final.name}.*.tmp"):
+                with contextlib.suppress(OSError):  # it has its name now
+                    publish_if_whole(checkpoints, folder, until)
+            look = time.monotonic() + 1
 
 
 def await_writers(checkpoints: Checkpoints) -> None:
