@@ -35,6 +35,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[None]:
     [
         ("all_gather", lambda x: all_gather([x], x)),
         ("all_gather_into_tensor", lambda x: dist.all_gather_into_tensor(x.clone(), x)),
+        ("_all_gather_base", lambda x: dist._all_gather_base(x.clone(), x)),
         ("all_gather_object", lambda x: dist.all_gather_object([None], x)),
         ("all_reduce", lambda x: dist.all_reduce(x, async_op=True)),
         ("all_to_all_single", lambda x: dist.all_to_all_single(x.clone(), x)),

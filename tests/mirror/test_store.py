@@ -184,21 +184,35 @@ def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, 
     assert [*store.manifests()] == [step_of(second)]
 
 
+def copying(run_dir: Path) -> list[str]:
+    """The command of a copier that is not the first node's."""
+    settings = {"url": s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": 60.0, "first": False}
+    return [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings | {"job": "", "harmless": []})]
+
+
 def test_a_store_that_is_away_when_the_ranks_end_is_tried_again(port: int, tmp_path: Path) -> None:
     proxy, run_dir = s3.Proxy(port), tmp_path / "run"
     saved(run_dir / "checkpoints", 1)
-    settings = {"url": s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": 60.0, "first": False}
-    command = [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings | {"job": "", "harmless": []})]
+    proxy.away()
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, env=os.environ | s3.variables(proxy.port), text=True, **pipes) as process:
+    with subprocess.Popen(copying(run_dir), env=os.environ | s3.variables(proxy.port), text=True, **pipes) as process:
         assert process.stdout
         assert process.stderr
         assert process.stdout.readline() == "ready\n"
-        proxy.away()
         print(end=DONE.decode(), file=process.stdin, flush=True)
-        assert "is away" in process.stderr.readline()
+        assert "the job starts" in process.stderr.readline()
+        assert "the job goes on" in process.stderr.readline()
         proxy.back()
-        assert "has step 1, the newest here" in process.stderr.read()
+        assert "has step 1, the newest here" in process.communicate(timeout=60)[1]
+
+
+def test_what_no_attempt_can_mend_ends_with_the_ranks(port: int, tmp_path: Path) -> None:
+    """As a damaged checkpoint: nothing waits for it, as for a store that is away."""
+    run_dir = tmp_path / "run"
+    (saved(run_dir / "checkpoints", 1) / MANIFEST).write_text("{")
+    given: Any = {"input": DONE.decode(), "text": True, "capture_output": True, "timeout": 30}
+    done = subprocess.run(copying(run_dir), env=os.environ | s3.variables(port), **given)
+    assert "has not step 1" in done.stderr
 
 
 def test_other_nodes_copy_what_they_have_written_and_do_not_delete(store: Store, tmp_path: Path) -> None:

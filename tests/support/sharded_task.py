@@ -66,6 +66,12 @@ class Predicted(Foreach):
         return {"probabilities": model(batch[:, :-1]).float()[:, -1].softmax(-1)}
 
 
+@torch.no_grad()
+def halve(block: nn.Module, _: object) -> None:
+    """Write to a gathered weight, of which the rows learn nothing."""
+    next(block.parameters()).mul_(0.5)
+
+
 @dataclass
 class Outside(Sharded):
     """Uses a weight outside of the forward pass of its block."""
@@ -76,9 +82,13 @@ class Outside(Sharded):
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         seen: list[Tensor] = []
-        hook = model.get_submodule("blocks.0").register_forward_hook(lambda *it: seen.append(it[2]))
+        block = model.get_submodule("blocks.0")
+        hooks = [block.register_forward_hook(lambda *it: seen.append(it[2]))]
+        if self.way == "write":
+            hooks.append(block.register_forward_pre_hook(halve))
         loss, weight = super().loss(model, batch), next(model.parameters())
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         if self.way == "penalty":
             return loss + weight.square().sum()
         if self.way == "whole penalty":
@@ -86,8 +96,6 @@ class Outside(Sharded):
         if self.way == "gradient":
             (slope,) = torch.autograd.grad(loss, seen, create_graph=True)
             return loss + slope.square().sum()
-        if self.way == "write":
-            weight.data.mul_(0.5)
         return loss
 
     def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:

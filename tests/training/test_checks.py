@@ -217,6 +217,10 @@ def test_numbers_that_a_loss_changes_are_named_once(caplog: pytest.LogCaptureFix
     model.seen = 0  # type: ignore[assignment]
     for name in ("kept", "lost", "filled", "grown"):
         model.register_buffer(name, torch.zeros(2), persistent=name == "kept")
+    model.register_buffer("turned", torch.ones(2, dtype=torch.complex64).conj(), persistent=False)  # of no use to it
+    model.register_buffer("packed", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), persistent=False)
+    model.freed = torch.zeros(1)
+    model.freed.untyped_storage().resize_(0)  # as FSDP2 does
     learner = DistributedLoss(Annealed().loss, State(model, []), ALONE, plan)
     for step in range(4):
         passes(learner, step, plan.micro_batches(step), [torch.ones(2, 2)] * 2)

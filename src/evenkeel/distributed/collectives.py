@@ -69,8 +69,9 @@ def of_divided_weight(frame: FrameType | None = None) -> EndedHere:
 
 def _refusal(what: str, frame: FrameType) -> EndedHere:
     """The error for a function of torch's, from a frame within it."""
-    name, user = _called(frame)
-    if name.startswith("_"):  # called by an operation on a DTensor
+    called, user = _called(frame)
+    name = called.f_code.co_name
+    if name.startswith("_") and called.f_globals["__name__"].startswith("torch.distributed.tensor"):
         return of_divided_weight(frame)
     call = f"{what} calls {name} of torch.distributed at {user.f_code.co_filename}:{user.f_lineno}"
     if name.startswith(QUESTIONS):
@@ -84,14 +85,14 @@ def _refusal(what: str, frame: FrameType) -> EndedHere:
     )
 
 
-def _called(frame: FrameType) -> tuple[str, FrameType]:
-    """The function of `torch.distributed` that was called, and the frame of its caller outside torch."""
-    name = frame.f_code.co_name
-    while _package(frame) == "torch" and frame.f_back:
+def _called(frame: FrameType) -> tuple[FrameType, FrameType]:
+    """The frames of the function of `torch.distributed` that was called, and of its caller outside torch."""
+    called = frame
+    while _package(frame) in ("torch", "typing_extensions", "contextlib") and frame.f_back:
         if frame.f_globals["__name__"].startswith("torch.distributed") and frame.f_code.co_name != "wrapper":
-            name = frame.f_code.co_name
+            called = frame
         frame = frame.f_back
-    return name, frame
+    return called, frame
 
 
 def _package(frame: FrameType) -> str:

@@ -77,22 +77,27 @@ class Copier:
         return 0
 
     def watch(self) -> None:
-        """Copy until the ranks have ended and the store has all, or time is over (`_give_up`); print what it has."""
+        """Copy until the ranks have ended and the store has all, or time is over (`_give_up`), or trying again is no
+        use; print what it has."""
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._renew, daemon=True).start()
         last = False
         while not last or self._trouble:
-            time.sleep(POLL * last)
+            time.sleep(RETRY * last)
             last = self.over.wait(RETRY if self._trouble else POLL)  # then the pass sees all that they have saved
-            trouble = ""
+            trouble, lasting = "", False
             try:
                 self._pass(last)
             except Exception as error:  # as above
-                trouble = _shown(error)
+                trouble, lasting = _shown(error), isinstance(error, Damaged | Refusal)
             if bool(trouble) != bool(self._trouble):
                 away = f"is away: {trouble}; the job goes on, and copying is tried again"
                 self._say(away if trouble else "can be reached again")
+                if last:
+                    threading.Timer(self.settings.grace, self._give_up).start()
             self._trouble = trouble
+            if last and lasting:
+                break
         self._report()
 
     def _pass(self, last: bool) -> None:

@@ -184,9 +184,10 @@ class RunDirectory:
 
 def claim(path: Path, run: Identity, fresh: bool, grace: float = 0.0) -> RunDirectory:
     """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use for
-    longer than --grace, in which a job that was told to stop writes its last step."""
+    longer than --grace, in which a job that was told to stop writes its last step; not above the time that other ranks
+    wait for rank 0 at a restart."""
     prepare_folder(path, run, fresh)
-    locked = _lock(path, LOCK_TIMEOUT + grace)
+    locked = _lock(path, LOCK_TIMEOUT + min(grace, 90.0))
     untrained = is_untrained(path)  # again: the previous job may have started over
     if not (fresh or untrained):
         refuse_another_run(path, run)

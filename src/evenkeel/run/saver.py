@@ -110,7 +110,7 @@ class Saver:
         self._written(captured["step"])
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
-        """Write the state after the last step, without a copy of host tensors: no training goes on.
+        """Write the state after the last step. With a keeper it is kept in memory too until it is on the disk.
 
         Raises:
             OSError: it cannot be written.

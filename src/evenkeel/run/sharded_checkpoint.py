@@ -138,7 +138,7 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
         time.sleep(0.01)
         if time.monotonic() > look:
             for folder in checkpoints.folder.glob(f".{final.name}.*.tmp"):
-                with contextlib.suppress(OSError):  # it has its name now
+                with contextlib.suppress(FileNotFoundError):  # it has its name now
                     publish_if_whole(checkpoints, folder, until)
             look = time.monotonic() + 1
 

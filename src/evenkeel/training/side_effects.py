@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.errors import EndedHere
 from ..common.naming import listed
@@ -69,8 +69,8 @@ class SideEffects:
             )  # fmt: skip
         if numbers := [name for name in new if not isinstance(changed[name], bool)]:
             log.warning(
-                "loss() changes %s: no checkpoint has that, and each rank has its own; change it in after_step() and "
-                "save it in state_dict() of the task, or make it a persistent buffer of the model", listed(numbers),
+                "loss() changes %s: no checkpoint has that, and each rank has its own; if later steps depend on it, "
+                "change it in after_step() and save it in state_dict() of the task", listed(numbers),
             )  # fmt: skip
 
     def _sums(self) -> dict[str, int]:
@@ -84,14 +84,21 @@ class SideEffects:
         modules = ((f"model.{name}".rstrip("."), it) for name, it in self._state.model.named_modules())
         for owner, it in [("self", self._task), *modules]:
             for name, value in getattr(it, "__dict__", {}).items():
-                if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+                if isinstance(value, Tensor) and value.numel() == 1 and _readable(value):
                     value = value.item()
                 if type(value) in (int, float) or (name == "training" and type(value) is bool):
                     yield f"{owner}.{name}", value
         if self._steps > 1:  # the first step may fill caches; one that grows has another name
             buffers, saved = self._state.model.named_buffers(), self._state.buffers.committed
-            here = ((name, it) for name, it in buffers if name not in saved and it.layout is torch.strided)
+            here = ((name, it) for name, it in buffers if name not in saved and _readable(it))
             yield from on_host({f"model.{name} {list(it.shape)}": _word_sum(it.detach()) for name, it in here}).items()
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor with values: not a row of --shard's, nor a view of what FSDP2 has freed."""
+    ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
+    return ordinary and not odd and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _word_sum(tensor: Tensor) -> Tensor:
