@@ -25,11 +25,11 @@ BUDGET = {
     "resilience": 1651,
     "training": 6486,
     "run": 6717,
-    "tasks": 2282,
+    "tasks": 2284,
     "mirror": 558,
     "launch": 2999,
     "cli": 7479,
-    "time_travel": 1672,
+    "time_travel": 1679,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -92,8 +92,10 @@ def main() -> int:
 
 def _command(arguments: list[str], known: dict[str, Callable[..., Any]], prog: str) -> Callable[[list[str]], int]:
     """The command with its options; call it with what follows `--`."""
+    takes = inspect.signature(known[arguments[0]].__call__).parameters  # type: ignore[operator]
     command: Callable[..., int] = one_line_errors(
-        lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments, prog=prog, description=__doc__)
+        lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments, prog=prog, description=__doc__),
+        f"--help lists all options{'; those of train.py come after --' * ('train_options' in takes)}",
     )
     check_numbers(getattr(command, "action", command))
     if inspect.signature(command).parameters:

@@ -91,6 +91,8 @@ def load_task(name: str, label: str = "") -> type[Task]:
         why = "has been deleted from this copy of Evenkeel" if name in BUILT_IN else "unknown"
         if name == "digits":  # of version 0.1.0
             why = "is now --task classify --dataset digits, the defaults"
+        if name.endswith(".py") and Path(name).is_file():
+            why = "the class is missing"
         own = "your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
         raise Refusal(f"{label}: {why}; built in: {', '.join(here)}; {own}")
     found = load_name(f"{source}:{attribute}", label)

@@ -19,6 +19,7 @@ from ..data.data_digest import TRAINING
 from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import Step
 from ..run.run import Run
+from ..training.state_dicts import local_rows
 from ..training.whole_batch import of_whole_batches
 from .culprit import Culprit, Finder, watched_modules
 from .names import source_of
@@ -56,10 +57,10 @@ class Look:
         """
         named = dict(self.run.state.model.named_parameters())
         self._weights = {name: p.detach().clone() for name, p in named.items()}
-        norms = {name: p.grad.norm().item() for name, p in named.items() if p.grad is not None}
+        norms = {name: _norm(p.grad) for name, p in named.items() if p.grad is not None}
         self.facts |= {"loss": model.loss.item(), "norm": norm.item()}
         self.facts["layers"] = [
-            {"name": name, "gradient": norms.get(name), "weights": p.detach().norm().item(), "update": None}
+            {"name": name, "gradient": norms.get(name), "weights": _norm(p), "update": None}
             for name, p in named.items()
         ]
         whole = of_whole_batches(self.run.task)
@@ -84,7 +85,7 @@ class Look:
         """Look at the update."""
         named = dict(self.run.state.model.named_parameters())
         for layer in self.facts["layers"]:
-            layer["update"] = (named[layer["name"]].detach() - self._weights[layer["name"]]).norm().item()
+            layer["update"] = _norm(named[layer["name"]].detach() - self._weights[layer["name"]])
 
     def _losses(self, model: Any) -> dict[tuple[int, int], float]:
         """The loss of each sample alone, by micro-batch and row, from the weights before the step."""
@@ -193,6 +194,12 @@ def row_of(batch: Any, row: int, size: int) -> Any:
             return type(batch)([batch[row]])
         return type(batch)([row_of(value, row, size) for value in batch])
     raise TypeError(f"a batch has a {type(batch).__name__}")
+
+
+def _norm(tensor: Tensor) -> float:
+    """With --shard too, because one process replays such a run: its rows are the whole tensor."""
+    (whole,) = local_rows([tensor.detach()])
+    return whole.norm().item()
 
 
 def _scalar(found: Any) -> Tensor:
