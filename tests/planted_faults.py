@@ -104,7 +104,7 @@ loader processes go on with the epoch after the next
 
 a rescue saves the weights that a loss computes with for the moment
     training/state.py | tests/training/test_staging.py
-    - dict(zip(self._named, local_rows(self._named.values()), strict=True))
+    - dict(zip(self._parameters_by_name, local_rows(self._parameters_by_name.values()), strict=True))
     + dict[str, Tensor]()
 
 a block that is computed again moves BatchNorm's statistics a second time

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.data.plan import ENDLESS, Assignment, Plan, assigned, read_cut, share
+from evenkeel.data.plan import ENDLESS, Assignment, Plan, assigned, contiguous_part, read_cut
 
 patient = settings(deadline=None)  # a busy machine is no failure
 
@@ -42,7 +42,7 @@ def test_the_epoch_is_told_as_far_as_it_is_true(samples: int, max_steps: int, to
 def test_shares_cover_everything_once_in_the_order_of_ranks_and_the_larger_come_first(
     count: int, world_size: int
 ) -> None:
-    shares = [share(count, rank, world_size) for rank in range(world_size)]
+    shares = [contiguous_part(count, rank, world_size) for rank in range(world_size)]
     assert [i for part in shares for i in part] == list(range(count))
     sizes = list(map(len, shares))
     assert sizes == sorted(sizes, reverse=True)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenkeel.data.plan import share
+from evenkeel.data.plan import contiguous_part
 from evenkeel.distributed.tree import Fold, Node, subtrees
 
 
@@ -47,7 +47,8 @@ def test_any_partition_gives_the_serial_tree(count: int, data: st.DataObject, dt
     runs = [range(begin, end) for begin, end in zip([0, *cuts], [*cuts, count], strict=True)]
     assert torch.equal(over_ranks(leaves, runs), serial(leaves))
     world_size = data.draw(st.integers(1, 20))
-    assert torch.equal(over_ranks(leaves, [share(count, r, world_size) for r in range(world_size)]), serial(leaves))
+    runs = [contiguous_part(count, rank, world_size) for rank in range(world_size)]
+    assert torch.equal(over_ranks(leaves, runs), serial(leaves))
 
 
 def test_the_control_other_orders_give_other_sums() -> None:

@@ -46,7 +46,8 @@ def await_written(memory: KeeperMemory) -> None:
 
 
 def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) -> None:
-    def save(it: MemoryCheckpoint) -> None:
+    def save(it: memory_checkpoint.Stored) -> None:
+        assert isinstance(it, MemoryCheckpoint)
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory = KeeperMemory(save)
@@ -98,7 +99,8 @@ def test_a_child_that_is_killed_is_followed_by_another(
 ) -> None:
     """Also when the run has come further, so that only the child needs the memory. With TRIES kills: the control."""
 
-    def save(it: MemoryCheckpoint) -> None:
+    def save(it: memory_checkpoint.Stored) -> None:
+        assert isinstance(it, MemoryCheckpoint)
         (tmp_path / str(os.getpid())).touch()
         if len([*tmp_path.iterdir()]) <= kills:
             time.sleep(600)
@@ -121,7 +123,7 @@ def test_a_child_that_is_killed_is_followed_by_another(
 
 
 def test_a_child_that_fails_says_that_the_step_is_not_saved(capfd: pytest.CaptureFixture[str]) -> None:
-    def save(_it: MemoryCheckpoint) -> None:
+    def save(_it: object) -> None:
         raise RuntimeError("no archive")  # any error but an OSError, which the saver reports itself
 
     memory = KeeperMemory(save)
@@ -131,6 +133,18 @@ def test_a_child_that_fails_says_that_the_step_is_not_saved(capfd: pytest.Captur
     assert trace[-1] == "RuntimeError: no archive"
     assert line == "evenkeel: NOT SAVED: the process that wrote step 3 failed, see the traceback"
     memory.discard()
+
+
+def test_slots_stay_open_after_a_child_has_written_them() -> None:
+    memory = KeeperMemory(print)
+    memory.prepare()
+    os.pwrite(memory._slots[0], memory_checkpoint.SLOT_HEAD.pack(3, 0, 0, 0), 0)
+    memory.save_slots()
+    assert memory.reap() in ([3], [])
+    await_written(memory)
+    memory.take("")
+    for slot in memory._slots:
+        os.close(slot)
 
 
 def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:

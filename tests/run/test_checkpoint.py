@@ -173,6 +173,15 @@ def test_what_another_process_still_writes_is_left_alone(checkpoints: Checkpoint
     assert not left.exists(), "the control: its writer was killed"
 
 
+def test_a_writer_that_is_frozen_between_two_renames_keeps_no_start_waiting(checkpoints: Checkpoints) -> None:
+    final = checkpoints.save(state(3), {})
+    with checkpoints.locked(0.0):
+        final.rename(checkpoints.folder / f".{final.name}.old")
+        found = checkpoints.load_newest()
+    assert found
+    assert found["step"] == 3
+
+
 def test_what_killed_writers_have_left_goes_with_the_next_checkpoint(checkpoints: Checkpoints) -> None:
     """Ranks that start again from memory read nothing of the folder."""
     checkpoints.save(state(3), {})

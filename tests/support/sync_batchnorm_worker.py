@@ -12,7 +12,7 @@ import torch
 from steps import rank_0_writes
 from torch import Tensor, nn
 
-from evenkeel.data.plan import Plan, share
+from evenkeel.data.plan import Plan, contiguous_part
 from evenkeel.distributed.sync_batchnorm import Peers, peers_of, synchronise
 from evenkeel.distributed.world import World
 
@@ -84,7 +84,7 @@ def case(name: str, world: World, peers: Peers) -> dict[str, float]:
     synchronised = layer_of(norm, peers)
     got: dict[str, Tensor] = {}
     if world.rank < peers.count:
-        mine = share(SAMPLES, world.rank, peers.count)
+        mine = contiguous_part(SAMPLES, world.rank, peers.count)
         got = results(synchronised, x[mine.start : mine.stop], weight[mine.start : mine.stop])
     everyone = [part for part in world.gather(got) if part]
     whole = {

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "again"]
+Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "give_up"]
 """What a rank tells its keeper, mostly with a value:
 
     generation  the name by which all ranks of this generation meet
@@ -20,7 +20,7 @@ Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", 
     lost        the rank ends because it has lost another one; what to print if that is not so
     hang        it ends because of a hang
     refusal     it refuses its input; the line
-    again       it has failed as before, and should not start again
+    give_up     it has failed as before, and should not be started again
 """
 
 REGROUP = signal.SIGVTALRM

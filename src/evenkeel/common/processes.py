@@ -100,8 +100,8 @@ def adopt_orphans() -> None:
 def leave_nothing(seconds: float = 1.0) -> None:
     """Kill the `multiprocessing` children of this process, wait for them, and delete its temporary folders.
 
-    For a process that ends by `os._exit`, which skips the exit handlers of `multiprocessing`. Takes milliseconds. Empty
-    folders that torchrun has made for tracebacks are deleted too.
+    For a process that ends by `os._exit`, which skips the exit handlers of `multiprocessing`. Also saves an orphan's
+    state (`keeper_link.run_before_exit`), and deletes empty folders that torchrun has made for tracebacks.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error about each loader process

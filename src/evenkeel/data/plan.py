@@ -11,7 +11,7 @@ micro-batches of different sizes (`token_batches`). The number of ranks and thei
     (4, [3, 3, 2], [2])
     >>> [m.size for m in Plan.by_count(samples=10, global_batch=8, micro_batches=3, epochs=2).micro_batches(0)]
     [3, 3, 2]
-    >>> share(3, index=0, parts=2), share(3, index=1, parts=2)
+    >>> contiguous_part(3, index=0, parts=2), contiguous_part(3, index=1, parts=2)
     (range(0, 2), range(2, 3))
 """
 
@@ -150,14 +150,14 @@ class Plan:
     ) -> list[MicroBatch]:
         """This rank's micro-batches of a global step, in order; none for an idle rank. `counts`: see :meth:`shares`."""
         (first, end), count = self._span(step), self._count(step)
-        size, each, mine = end - first, self.micro_batch, assigned(count, rank, world_size, counts, how)
+        samples, largest, ids = end - first, self.micro_batch, assigned(count, rank, world_size, counts, how)
         if self.batches:
             bounds = self.batches.bounds(*self.locate(step))
-            return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in mine]
+            return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in ids]
         if self.full_count:
-            parts = ((i, share(size, i, count)) for i in mine)
+            parts = ((i, contiguous_part(samples, i, count)) for i in ids)
             return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
-        return [MicroBatch(step, i, first + i * each, min(each, size - i * each)) for i in mine]
+        return [MicroBatch(step, i, first + i * largest, min(largest, samples - i * largest)) for i in ids]
 
     def shares(self, step: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[range, ...]:
         """The ids of the micro-batches of a global step, by rank; the same object for steps of the same size.
@@ -201,7 +201,7 @@ def read_cut(text: str) -> tuple[str, int]:
     return "micro_batches", 1 if number == "a whole step" else int(number)
 
 
-def share(total: int, index: int, parts: int) -> range:
+def contiguous_part(total: int, index: int, parts: int) -> range:
     """The contiguous range of ``total`` items that part number ``index`` of ``parts`` gets: samples or micro-batches.
 
     Sizes differ by at most one, and the larger ranges come first, so rank 0 always has work.
@@ -217,12 +217,12 @@ def shares(count: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[r
     if sum(counts) == count:
         ends = [0, *accumulate(counts)]
         return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
-    return tuple(share(count, rank, world_size) for rank in range(world_size))
+    return tuple(contiguous_part(count, rank, world_size) for rank in range(world_size))
 
 
 def assigned(count: int, rank: int, world_size: int, counts: tuple[int, ...], how: Assignment) -> Sequence[int]:
     """The ids of a rank's micro-batches, of ``count``."""
     if how == "share":
         return shares(count, world_size, counts)[rank]
-    mine = range(rank, count, world_size) if how == "dealt" else share(count, rank, world_size)
+    mine = range(rank, count, world_size) if how == "dealt" else contiguous_part(count, rank, world_size)
     return mine if len(mine) == -(-count // world_size) else [*mine, 0]

@@ -54,16 +54,16 @@ class Exchange:
         self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         """How many of the n numbers each rank owns."""
 
-    def send_chunks(self, rows: Sequence[Tensor], shares: Sequence[range]) -> Any:
-        """Begin to send each rank its chunk of this rank's sums (`rows`, each of shape [n]); returns a handle."""
+    def send_chunks(self, sums: Sequence[Tensor], shares: Sequence[range]) -> Any:
+        """Begin to send each rank its chunk of this rank's `sums`, each of shape [n]; returns a handle."""
         mine = self.chunks[self.world.rank]
         if shares is not self._shares:  # few differ between steps, and on a thousand ranks this takes milliseconds
             nodes = [list(subtrees(leaves)) for leaves in shares]
             self._shares, self._counts = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
         received = self._memory.get("received", len(self._nodes) * mine, self._like)
-        sent = rows[0] if len(rows) == 1 else self._interleaved(rows)
-        sizes = [len(rows) * chunk for chunk in self.chunks]
+        sent = sums[0] if len(sums) == 1 else self._interleaved(sums)
+        sizes = [len(sums) * chunk for chunk in self.chunks]
         return dist.all_to_all_single(received, sent, [count * mine for count in self._counts], sizes, async_op=True)
 
     def send_sums(self, out: Tensor) -> Any:
@@ -78,20 +78,20 @@ class Exchange:
             sent.view(ranks, mine).copy_(fold.root())
         return dist.all_to_all_single(out, sent, self.chunks, [mine] * ranks, async_op=True)
 
-    def _interleaved(self, rows: Sequence[Tensor]) -> Tensor:
-        """All rows' first chunks, then all second ones, and so on, as an all-to-all sends them."""
-        sent = self._memory.get("interleaved", len(rows) * sum(self.chunks), self._like)
-        if rows:
-            by_row = [torch.split(row, self.chunks) for row in rows]
-            torch.cat([chunk for of_rank in zip(*by_row, strict=True) for chunk in of_rank], out=sent)
+    def _interleaved(self, sums: Sequence[Tensor]) -> Tensor:
+        """All sums' first chunks, then all second ones, and so on, as an all-to-all sends them."""
+        sent = self._memory.get("interleaved", len(sums) * sum(self.chunks), self._like)
+        if sums:
+            by_sum = [torch.split(each, self.chunks) for each in sums]
+            torch.cat([chunk for of_rank in zip(*by_sum, strict=True) for chunk in of_rank], out=sent)
         return sent
 
 
-class Job(NamedTuple):
+class FullBucket(NamedTuple):
     """A bucket with this rank's sums; on a GPU it is filled at the event `ready`."""
 
     exchange: Exchange
-    rows: list[Tensor]
+    sums: list[Tensor]
     shares: Sequence[range]
     bucket: Tensor
     ready: torch.cuda.Event | None
@@ -111,11 +111,11 @@ class Pipeline:
         # a separate stream on each GPU, because the computing one is busy with the rest of backward
         gpus = [device for device in devices if device.type == "cuda"]
         self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[FullBucket] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def put(self, job: Job) -> None:
+    def put(self, job: FullBucket) -> None:
         """Take over a bucket."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tree", daemon=True)
@@ -129,7 +129,7 @@ class Pipeline:
 
     def _run(self) -> None:
         while True:
-            taken: list[Job] = []
+            taken: list[FullBucket] = []
             try:
                 with ExitStack() as stack:
                     for stream in self._streams:
@@ -146,7 +146,7 @@ class Pipeline:
                         except RuntimeError as broken:  # a GPU that has failed takes no event to wait for
                             job.future.set_exception(broken)  # type: ignore[arg-type]
 
-    def _one_pass(self, taken: list[Job]) -> None:
+    def _one_pass(self, taken: list[FullBucket]) -> None:
         under_way: list[Iterator[bool]] = []  # the newest first
         while under_way or not taken:
             if not (taken and taken[-1].last):
@@ -155,10 +155,10 @@ class Pipeline:
             under_way = [stages for stages in under_way if next(stages, False)]
 
     @staticmethod
-    def _stages(job: Job) -> Iterator[bool]:
+    def _stages(job: FullBucket) -> Iterator[bool]:
         if job.ready:
             job.ready.wait(torch.cuda.current_stream(job.bucket.device))
-        handle = job.exchange.send_chunks(job.rows, job.shares)
+        handle = job.exchange.send_chunks(job.sums, job.shares)
         yield True
         handle.wait()
         handle = job.exchange.send_sums(job.bucket)

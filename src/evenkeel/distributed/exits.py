@@ -182,7 +182,7 @@ def is_mistake(error: BaseException | None) -> bool:
 def _failed(for_good: bool) -> int:
     """The exit code of a rank that has failed; ``for_good``: and that torchrun should not start again."""
     if for_good and keeper_link.has_keeper():
-        keeper_link.send("again")  # the keeper gives up
+        keeper_link.send("give_up")
     elif for_good:
         give_up()
     return FAILED

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from .exchange import Exchange, Job, Pipeline, Scratch
+from .exchange import Exchange, FullBucket, Pipeline, Scratch
 from .tree import Fold, Node
 from .world import World
 
@@ -182,7 +182,7 @@ class Tree(Reduction):
             flat = self._memory.get(kind, sum(p.numel() for p in parameters), parameters[0])
             sums = [[gradients[self._place[p]] for p in parameters] for _, gradients in fold.sums]
             exchange = self._exchange_for(kind, flat)
-            exchange.send_chunks(self._rows(kind, flat, parameters, sums), self._shares).wait()
+            exchange.send_chunks(self._flat(kind, flat, parameters, sums), self._shares).wait()
             exchange.send_sums(flat).wait()
             totals.update(zip(parameters, _views(flat, parameters), strict=True))
         asked.wait()
@@ -205,10 +205,10 @@ class Tree(Reduction):
             future.set_result(buffer)
             return future
         key = bucket.index(), buffer.numel()
-        rows = self._rows(key, buffer, parameters, [values for _, values in fold.sums])
+        flat_sums = self._flat(key, buffer, parameters, [values for _, values in fold.sums])
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
         exchange = self._exchange_for(key, buffer)
-        self._pipeline.put(Job(exchange, rows, self._shares, buffer, ready, future, bucket.is_last()))
+        self._pipeline.put(FullBucket(exchange, flat_sums, self._shares, buffer, ready, future, bucket.is_last()))
         return future
 
     def sum_small(self, fold: Fold[Tensor], numel: int) -> Callable[[], Tensor]:
@@ -236,15 +236,15 @@ class Tree(Reduction):
             fold.push(Node(0, leaves[-1]), last)
         return fold
 
-    def _rows(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
+    def _flat(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
         """Lay out each of the sums in a flat tensor; the last one in `flat`, where a bucket has it already."""
         if not sums:
             return []
-        rows = [*(self._memory.get((key, depth), flat.numel(), flat) for depth in range(len(sums) - 1)), flat]
-        for row, values in zip(rows, sums, strict=True):
-            if values[0].data_ptr() != row.data_ptr():
-                torch._foreach_copy_(_views(row, parameters), values)
-        return rows
+        found = [*(self._memory.get((key, depth), flat.numel(), flat) for depth in range(len(sums) - 1)), flat]
+        for into, values in zip(found, sums, strict=True):
+            if values[0].data_ptr() != into.data_ptr():
+                torch._foreach_copy_(_views(into, parameters), values)
+        return found
 
     def _exchange_for(self, key: Any, like: Tensor) -> Exchange:
         if key not in self._exchanges:

@@ -17,7 +17,7 @@ the same roll-call as after a restart by torchrun, so keepers need no agreement 
 only late for the roll-call.
 
 `Keeper._forks_again` says after which ends of a trainer another is forked. All else (an exception, out of memory, exit
-codes 0, 2 and 75) goes to the agent: the keeper ends as its trainer did.
+code 2; 0 if no other rank has died; 75 without REGROUP) goes to the agent: the keeper ends as its trainer did.
 
 A fork copies one thread. So the keeper has only one, no GPU context and no process group, and waits for signals by
 `sigtimedwait`. Where a fork is not safe (`forking`) the process trains itself, as without a keeper.
@@ -50,7 +50,7 @@ from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, nam
 from ..config import Config
 from ..distributed.exits import forget_error, give_up, refuse
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
-from .memory_checkpoint import KeeperMemory, MemoryCheckpoint
+from .memory_checkpoint import KeeperMemory, Stored
 from .peers import Peers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
@@ -76,7 +76,7 @@ class Keeper:
     """
 
     def __init__(
-        self, train: Callable[[], object], changed: Callable[[], bool], save: Callable[[MemoryCheckpoint], object]
+        self, train: Callable[[], object], changed: Callable[[], bool], save: Callable[[Stored], object]
     ) -> None:
         self._train, self._changed = train, changed
         self._memory = KeeperMemory(save)
@@ -236,12 +236,12 @@ class Keeper:
         return True
 
     def _forks_again(self, code: int) -> bool:
-        """Whether to fork another trainer after one has ended: the first row that fits. But no "yes" after
-        --keeper-restarts without progress, or if this rank's death cannot be reported to the other keepers.
+        """Whether to fork another trainer after one has ended: the first row that fits. Below "finished", a
+        "yes" is a "no" after --keeper-restarts without progress, or if the other keepers cannot be told of the death.
 
         a stop signal; refused input; the store in which ranks meet is gone     no
         finished                         only if another rank has died, which cannot finish without this one
-        killed by another signal, or ended because of a hang                    yes: this rank has died
+        killed by another signal without REGROUP, or ended because of a hang    yes: this rank has died
         got REGROUP, or lost a rank whose keeper confirms its death             yes: another rank has died
         anything else, such as an exception                                     no
         """
@@ -282,9 +282,10 @@ class Keeper:
             refuse(self._messages["refusal"])
         if code:
             self._peers.report_end()
-        if "again" in self._messages and not self._stopped_within(1.0):  # other ranks record that they have failed too
+        if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
             give_up()
-        self._exit_at_once |= code == KEYBOARD and "grace" in self._messages  # else it did not take signals yet
+        # a trainer ends so at a second Ctrl-C; one that has not sent --grace, at the first: it handled no signals yet
+        self._exit_at_once |= code == KEYBOARD and "grace" in self._messages
         if not self._await_written():
             code = KEYBOARD
         end_store()

@@ -6,7 +6,7 @@ the file to the next rank. Meanwhile a child of the keeper writes it to the disk
 this if all processes die. The file is in no folder and has no size limit; the kernel frees it with its last process.
 
     rank        RankMemory.store      write a state, instead of or before a checkpoint
-    keeper      KeeperMemory          what its rank has stored; a child writes it to the disk
+    keeper      KeeperMemory          what its rank, here its trainer, has stored; a child writes it to the disk
     next rank   RankMemory.previous   the same, to start from
 
 A sharded run stores each step of each rank instead, in two slots that all ranks of a keeper share (`training.slots`).
@@ -51,6 +51,16 @@ class MemoryCheckpoint(NamedTuple):
     def step(self) -> int:
         """Optimizer steps done."""
         return int(self.facts["step"])
+
+
+class SlotCheckpoint(NamedTuple):
+    """The same of a sharded run: what is in a rank's slots, which stay open."""
+
+    step: int  # the newer one
+    slots: list[int]
+
+
+Stored = MemoryCheckpoint | SlotCheckpoint
 
 
 class Offer(NamedTuple):
@@ -172,11 +182,11 @@ class KeeperMemory:
         save: writes it to the disk; called in a child, which then ends.
     """
 
-    def __init__(self, save: Callable[[MemoryCheckpoint], object]) -> None:
+    def __init__(self, save: Callable[[Stored], object]) -> None:
         self._save = save
         self._checkpoint: MemoryCheckpoint | None = None
         self._trainer_descriptor, self._slots = -1, list[int]()  # a file for the present trainer; -1: none
-        self._writers: dict[int, tuple[MemoryCheckpoint, int]] = {}
+        self._writers: dict[int, tuple[Stored, int]] = {}
         """What each child writes, by its pid, and how many tries are left."""
 
     def prepare(self) -> None:
@@ -187,7 +197,7 @@ class KeeperMemory:
 
     def hand_over(self) -> None:
         """Give the trainer its memory to write to, and its predecessor's state; called in the trainer."""
-        being_written = {checkpoint.descriptor for checkpoint, _ in self._writers.values()}
+        being_written = {it.descriptor for it, _ in self._writers.values() if isinstance(it, MemoryCheckpoint)}
         for descriptor in being_written - {self._checkpoint and self._checkpoint.descriptor}:
             os.close(descriptor)
         rank_memory.inherit(self._trainer_descriptor, self._checkpoint, self._slots)
@@ -219,11 +229,11 @@ class KeeperMemory:
         if checkpoint := self._in_slots():
             self._write(checkpoint, TRIES)
 
-    def _in_slots(self) -> MemoryCheckpoint | None:
+    def _in_slots(self) -> SlotCheckpoint | None:
         steps = [step_in(each) for each in self._slots]
-        return MemoryCheckpoint(self._slots[0], {"step": max(steps), "slots": self._slots}) if any(steps) else None
+        return SlotCheckpoint(max(steps), self._slots) if any(steps) else None
 
-    def _write(self, checkpoint: MemoryCheckpoint, tries: int) -> None:
+    def _write(self, checkpoint: Stored, tries: int) -> None:
         if pid := os.fork():
             self._writers[pid] = checkpoint, tries - 1
             return
@@ -240,9 +250,9 @@ class KeeperMemory:
         checkpoint, self._checkpoint = self._checkpoint, None
         self._close_unused(checkpoint)
 
-    def _close_unused(self, checkpoint: MemoryCheckpoint | None) -> None:
-        being_written = [each for each, _ in self._writers.values()]
-        if checkpoint and checkpoint != self._checkpoint and checkpoint not in being_written:
+    def _close_unused(self, checkpoint: Stored | None) -> None:
+        in_use = [self._checkpoint, *(each for each, _ in self._writers.values())]
+        if isinstance(checkpoint, MemoryCheckpoint) and checkpoint not in in_use:
             os.close(checkpoint.descriptor)
 
     def reap(self) -> list[int]:

@@ -106,14 +106,14 @@ class Peers:
             self._lose()
         return False
 
-    def confirm_death(self, stopped: Callable[[float], bool]) -> bool:
+    def confirm_death(self, wait_for_stop: Callable[[float], bool]) -> bool:
         """Wait until another keeper reports that its rank has died, which explains why this one lost it.
 
         Args:
-            stopped: waits so many seconds, and returns whether a stop signal has come.
+            wait_for_stop: waits so many seconds, and returns whether a stop signal has come.
         """
         deadline = time.monotonic() + (CONFIRM_TIMEOUT if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
-        while not (died := self.has_died()) and time.monotonic() < deadline and not stopped(self.interval / 4):
+        while not (died := self.has_died()) and time.monotonic() < deadline and not wait_for_stop(self.interval / 4):
             pass
         return died
 
@@ -123,11 +123,11 @@ class Peers:
             if self._store:
                 self._store.set(UNKEPT, "")
 
-    def await_all(self, stopped: Callable[[float], bool]) -> bool:
+    def await_all(self, wait_for_stop: Callable[[float], bool]) -> bool:
         """Wait for all ranks to finish, after a finished run; False if one has died, and needs the others.
 
         Args:
-            stopped: as in :meth:`confirm_death`.
+            wait_for_stop: as in :meth:`confirm_death`.
         """
         deadline = time.monotonic() + FINISH_TIMEOUT
         try:
@@ -138,7 +138,7 @@ class Peers:
             while store.add(DONE, 0) < self._world_size and time.monotonic() < deadline:
                 if store.check([DIED]):
                     return False
-                if store.check([UNKEPT]) or stopped(self.interval):
+                if store.check([UNKEPT]) or wait_for_stop(self.interval):
                     return True
             gone, deadline = store.add(GONE, 1), time.monotonic() + 1
             while keeper_link.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:

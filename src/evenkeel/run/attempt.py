@@ -65,7 +65,7 @@ class Records(NamedTuple):
 
     tokens: Sequence[str]
     fresh: bool  # whether a run that is there starts over unless this is a restart: --fresh, or it is untrained
-    statuses: Sequence[dict[str, Any]]  # each node's status.json, if it is of the run that goes on
+    statuses: Sequence[dict[str, Any]]  # status.json of each local rank 0, else {}; only of the run that goes on
 
     @property
     def starts_over(self) -> bool:
@@ -155,7 +155,7 @@ class Attempt:
         if (mine := self._directory) and mine.recorded:
             state: RunState = "stopped" if mine.attempts == 1 else "running"  # later, a state may be in memory only
             with contextlib.suppress(OSError):
-                mine.update(state, reason=reason, fruitless=0)
+                mine.update(state, reason=reason, fruitless=0)  # a stop is no crash loop
         self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
 
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]]) -> bool:

@@ -160,7 +160,7 @@ class Ending:
         if self.watch:
             self.watch.end()
         self._step_log.await_last_line()
-        self._record_end("stopped", reason, STOPPED, **({} if regroups else {"fruitless": 0}))
+        self._record_end("stopped", reason, STOPPED, **({} if regroups else {"fruitless": 0}))  # no crash loop
         if regroups:
             self._attempt.say(f"evenkeel: another rank died; {saved}; this rank starts again")
             return

@@ -81,11 +81,12 @@ class Resume:
 
     def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
+        leads_node = self._world.local_rank == 0
         while True:
-            offers, first = self._world.gather(rank_memory.offer(self._checkpoints.run_id)), self._world.local_rank == 0
-            if first and not any(offers):  # else it may be writing what is in memory
+            offers = self._world.gather(rank_memory.offer(self._checkpoints.run_id))
+            if leads_node and not any(offers):  # else it may be writing what is in memory
                 await_writer(self._checkpoints)
-            on_disk = self._world.gather(self._checkpoints.newest_named_step() if first else 0)
+            on_disk = self._world.gather(self._checkpoints.newest_named_step() if leads_node else 0)
             newest = max([*on_disk, *(offer.step for offer in offers if offer)])
             if newest == 0:
                 return None, {}

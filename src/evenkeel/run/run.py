@@ -127,7 +127,8 @@ class Run:
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
             model, why_not_meta = build_model_of_rank(config, task, world)
-            # options and what is recorded -> options with the cut decided (training/cut.py)
+            # options and what is recorded -> options with the cut decided (training/cut.py). `config` keeps them as
+            # typed: this node's record may be old, so `Attempt.begin` decides the cut again, by those of all nodes
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
             cut_config = cutter(recorded)
             plan = _plan_of(cut_config, sets[TRAINING])
@@ -145,7 +146,7 @@ class Run:
                     interruption.rescue_with(lambda _signal: None)
                     yield run
                     return
-                # only now, because with --micro-batch auto the state is divided before the logs are open
+                # after `begin`, which opens the logs; with --micro-batch auto the state is divided before
                 warn_of_full_weights(state, world, why_not_meta)
                 interruption.rescue_with(run.ending.stopped)
                 # the watch outlives the rescue, because `_ended` leaves first

@@ -14,7 +14,7 @@ import torch
 
 from ..common.display import say
 from ..common.phases import CHECKPOINT, activity
-from ..resilience.memory_checkpoint import MemoryCheckpoint, rank_memory
+from ..resilience.memory_checkpoint import SlotCheckpoint, Stored, rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
@@ -145,6 +145,7 @@ class Saver:
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
             new = captured["step"] > self.checkpoints.newest_step()
+            # not taken: the thread is still writing, and would discard this state in memory with its own
             if in_place and taken and new and self._store_in_memory(captured, {}, "snapshot"):
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is stored in memory"
@@ -163,12 +164,12 @@ class Saver:
         return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
 
 
-def write_memory_checkpoint(checkpoint: MemoryCheckpoint) -> None:
+def write_memory_checkpoint(checkpoint: Stored) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
     until = time.monotonic() + LOCK_TIMEOUT
     try:
-        if "slots" in checkpoint.facts:
-            write_slots(checkpoint.facts["slots"], until)
+        if isinstance(checkpoint, SlotCheckpoint):
+            write_slots(checkpoint.slots, until)
             return
         time.sleep(RANK_DELAY * int(os.environ.get("LOCAL_RANK", "0")))
         checkpoints, manifest = checkpoints_of(checkpoint.facts), manifest_of(checkpoint.facts)

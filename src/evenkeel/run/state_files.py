@@ -205,6 +205,9 @@ def clean(folder: Path) -> None:
         with folder_locked(folder) as locked:
             if locked:  # else a process is writing still, such as one that a keeper has left behind
                 clean_locked(folder)
+            for old, final in replaced(folder).items():  # its writer may be frozen between two renames
+                with contextlib.suppress(OSError):  # ours fails if the writer was faster, or its if we are
+                    old.replace(final)
 
 
 def clean_locked(folder: Path, idle: float = 0.0) -> None:

@@ -9,7 +9,8 @@ with an exact zero. And BatchNorm's running statistics would be rank 0's; here e
 statistics, and the step adds the mean of all micro-batches' changes. The reduction adds up these and the loss too.
 """
 
-# no `from __future__ import annotations` here: DDP compares a communication hook's annotations with real types
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -141,8 +142,7 @@ class DistributedLoss:
             batches = self._embedded(self._whole, step, shares) if self._whole else step.batches
             # at the yield the loop of train.py runs forward and backward; the rest runs when it asks for the next batch
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
-                placed = self._begin(micro_batch, batch)
-                self._pass.last = last = number == len(step.micro_batches)
+                placed = self._begin(micro_batch, batch, last := number == len(step.micro_batches))
                 with nullcontext() if last else self._no_reduction():
                     yield placed
                 self._finish(micro_batch)
@@ -221,23 +221,23 @@ class DistributedLoss:
             return Tree(self._network, self.world, self._unused)
         return AllReduce(self.world, config.reduce_dtype == "bf16")
 
-    def _begin(self, micro_batch: MicroBatch, batch: Any) -> Any:
+    def _begin(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers; returns its batch on the device."""
-        self._pass = self._pass_of(micro_batch, batch)
+        self._pass = self._pass_of(micro_batch, batch, last)
         activity.enter(COMPUTING)
         seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
         placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
         self._arrivals.mark(LOADING)
         return placed
 
-    def _pass_of(self, micro_batch: MicroBatch, batch: Any) -> Pass:
-        return Pass(batch, micro_batch.size, micro_batch.size / self.plan.step_samples(self._loss.step))
+    def _pass_of(self, micro_batch: MicroBatch, batch: Any, last: bool = False) -> Pass:
+        return Pass(batch, micro_batch.size, micro_batch.size / self.plan.step_samples(self._loss.step), last)
 
     def _embedded(self, whole: WholeBatch, step: Step, shares: tuple[range, ...]) -> Iterator[Any]:
         """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
 
         def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
-            placed = self._begin(micro_batch, batch)
+            placed = self._begin(micro_batch, batch, last=False)  # it reduces nothing
             with self._loss.computing("embed()") as model:
                 found = whole.embed(model, placed, micro_batch.size)
             self.state.buffers.rewind()

@@ -122,13 +122,13 @@ class Evaluation:
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
         sums = self._sums()
-        mine = {name: torch.stack(rows).cpu() for name, rows in sums.items()}
+        mine = {name: torch.stack(per_micro_batch).cpu() for name, per_micro_batch in sums.items()}
         gathered = [of_rank for of_rank in self.world.gather(mine) if of_rank] or [{}]
-        shapes = [{name: rows.shape[1:] for name, rows in of_rank.items()} for of_rank in gathered]
+        shapes = [{name: values.shape[1:] for name, values in of_rank.items()} for of_rank in gathered]
         for others in shapes:
             check_alike(shapes[0], others)
-        rows = {name: torch.cat([of_rank[name] for of_rank in gathered]) for name in gathered[0]}
-        return self._summary({name: values.sum(0) for name, values in rows.items()}, self.samples)
+        per_micro_batch = {name: torch.cat([of_rank[name] for of_rank in gathered]) for name in gathered[0]}
+        return self._summary({name: values.sum(0) for name, values in per_micro_batch.items()}, self.samples)
 
     def _summary(self, sums: dict[str, Tensor], samples: int) -> dict[str, float]:
         seed_task(self.sampler.seed, "summarize")

@@ -87,14 +87,15 @@ class State:
         """Steps skipped since this process began."""
         self.last_skipped = 0
         """The number of the last skipped step, counted from 1."""
-        self._saved = list(model.state_dict(keep_vars=True))  # without non-persistent buffers
+        self._saved = list(model.state_dict(keep_vars=True))  # names, tied ones too; no non-persistent buffers
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
-        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # with --shard of p's rows
-        self._named = dict(model.named_parameters(remove_duplicate=False))
+        # the first name of each; `divide` puts this rank's rows in place of the parameters
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))  # tied: by each name
         buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved}
-        first: dict[Tensor, str] = {}  # of a buffer, such as that of a layer that the model has twice
-        self._first_names = {name: first.setdefault(buffer, name) for name, buffer in buffers.items()}
+        first: dict[Tensor, str] = {}  # names; a layer that the model has twice has two
+        self._buffer_aliases = {name: first.setdefault(buffer, name) for name, buffer in buffers.items()}  # to first
         self.buffers = Buffers({name: buffer for buffer, name in first.items()}, model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
         # the first device decides whether a step is skipped
@@ -261,9 +262,9 @@ class State:
     def _live(self) -> dict[str, Any]:
         """The committed state itself, in the order in which it must be copied; of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
-        learned = dict(zip(self._named, local_rows(self._named.values()), strict=True))
-        learned |= {name: self.buffers.committed[first] for name, first in self._first_names.items()}
-        if not learned.keys() >= set(self._saved):  # modules may add more
+        learned = dict(zip(self._parameters_by_name, local_rows(self._parameters_by_name.values()), strict=True))
+        learned |= {name: self.buffers.committed[first] for name, first in self._buffer_aliases.items()}
+        if not learned.keys() >= set(self._saved):  # get_extra_state() may add more
             learned = self.model.state_dict(keep_vars=True) | learned
         live = {
             "done": self._seqlock.done,
@@ -332,7 +333,7 @@ class State:
         self.sharding = sharding
         self.buffers.accept()  # rank 0 has sent them
         self.parameters[:] = self.model.parameters()
-        self._named = dict(self.model.named_parameters(remove_duplicate=False))
+        self._parameters_by_name = dict(self.model.named_parameters(remove_duplicate=False))
         self.names = dict(zip(sharding.whole, self.names.values(), strict=True))
         if self.average:
             self.average.divide()
