@@ -199,7 +199,7 @@ def row_of(batch: Any, row: int, size: int) -> Any:
 def _norm(tensor: Tensor) -> float:
     """With --shard too, because one process replays such a run: its rows are the whole tensor."""
     (whole,) = local_rows([tensor.detach()])
-    return whole.norm().item()
+    return float(whole.norm())
 
 
 def _scalar(found: Any) -> Tensor:
