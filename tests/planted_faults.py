@@ -259,8 +259,8 @@ a model that draws on the CPU is built on the meta device
 
 a sharded evaluation counts a batch that a rank only repeats
     training/evaluation.py | tests/promises/test_shard.py
-    - if number < own:
-    + if own:
+    - if number < counted:
+    + if counted:
 
 a sharded rank copies a step over its newest one
     training/slots.py | tests/run/test_sharded_checkpoint.py

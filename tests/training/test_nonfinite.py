@@ -46,7 +46,7 @@ def everything(state: State) -> str:
 def new_state(optimizer: str, skip: bool) -> State:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
-    return State(model, [OPTIMIZERS[optimizer](list(model.parameters()))], skip)
+    return State(model, [OPTIMIZERS[optimizer](list(model.parameters()))], skip_nonfinite=skip)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

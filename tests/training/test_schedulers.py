@@ -59,7 +59,9 @@ def new_state(kind: str, skip: bool = True, scaler: Scaler | None = None) -> Sta
     model = nn.Linear(3, 2)
     optimizer, best = optimizer_of(model), ("loss", "min")
     made = checked_schedulers([KINDS[kind](optimizer)], [optimizer], Config(), STEPS, best, own_rates=False)
-    return State(model, [optimizer], skip, scaler=scaler, schedulers=Schedulers(made, best, STEPS, every=2))
+    return State(
+        model, [optimizer], skip_nonfinite=skip, scaler=scaler, schedulers=Schedulers(made, best, STEPS, every=2)
+    )
 
 
 def gradient(step: int) -> float:

@@ -42,7 +42,8 @@ class EndedHere(Ended):
 
 
 class EndedByData(EndedHere):
-    """Ended on this rank because of a sample. Keeps only the last line of a loader process's traceback."""
+    """Ended on this rank because of a sample. Torch raises a loader process's error again with its traceback as the
+    text; only the last line of it is kept."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.strip().rpartition(f"{type(self).__module__}.{type(self).__qualname__}: ")[2])
@@ -66,7 +67,7 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seen_at(method: Any) -> Iterator[None]:
-    """Add to an error about what a method has returned where the method is, unless it is the engine's own."""
+    """Name the user's method, by file and line, in an error about its result."""
     try:
         yield
     except Ended as error:

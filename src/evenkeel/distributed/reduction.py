@@ -201,7 +201,7 @@ class Tree(Reduction):
         sums = [(node, [gradients[i] for i in places]) for node, gradients in self._so_far.sums]
         fold = self._fold(_views(buffer, parameters), sums)
         if self.world.world_size == 1:
-            fold.root()  # it is in the bucket, because `_add` adds to the right operand
+            fold.root()  # in the bucket, see `_add`
             future.set_result(buffer)
             return future
         key = bucket.index(), buffer.numel()
@@ -274,5 +274,6 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    """Add up in the memory of the right operand. So a sum with the last micro-batch's gradients is in their bucket."""
     torch._foreach_add_(right, left)
     return right

@@ -191,12 +191,10 @@ def build_state(
     own = task.schedulers(optimizers, replace(config, max_steps=plan.total_steps))
     made = checked_schedulers(own, optimizers, config, plan.total_steps, best, type(task).rates is not Task.rates)
     schedulers = Schedulers(made, best, plan.total_steps, every) if made else None
-    skip = config.on_nonfinite == "skip"
-    task_state = TaskState.of(task, config.seed, world)
-    refresh = Refresh.of(task, model, config, world)
     return State(
-        model, optimizers, skip, origin, scaler, config.ema, stopping, placed, schedulers, task_state, refresh,
-        world.devices, config.shard != "off",
+        model, optimizers, skip_nonfinite=config.on_nonfinite == "skip", origin=origin, scaler=scaler, ema=config.ema,
+        stopping=stopping, placed=placed, schedulers=schedulers, task_state=TaskState.of(task, config.seed, world),
+        refresh=Refresh.of(task, model, config, world), devices=world.devices, sharded=config.shard != "off",
     )  # fmt: skip
 
 

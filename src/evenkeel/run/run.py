@@ -89,11 +89,11 @@ class Run:
         finished: whether the run has no more steps.
     """
 
-    def __init__(self, attempt: Attempt, task: Task, state: State, started: Loader | None = None) -> None:
+    def __init__(self, attempt: Attempt, task: Task, state: State, started: Loader | None, finished: bool) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
         attempt.checkpoints.best_by = state.stopping.best_by
-        self.finished = False
+        self.finished = finished
         self.asked_to_stop: Callable[[], bool] = lambda: False  # `fit` sets it: Ctrl-C in a notebook
         self.evaluator = Evaluator(attempt, task, state)
         self.checkpointer = Checkpointer(attempt, state)
@@ -139,14 +139,14 @@ class Run:
             with closing(attempt), world.connected(*_timeouts(config, state)) as store:
                 finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
                 num_workers = 0 if finished or state.refresh else config.num_workers
-                run = cls(attempt, task, state, start_workers(sets[TRAINING], config.seed, num_workers, world.device))
-                run.finished = finished
+                started = start_workers(sets[TRAINING], config.seed, num_workers, world.device)
+                run = cls(attempt, task, state, started, finished)
                 shard(state, task, world, config)
                 if finished:
                     interruption.rescue_with(lambda _signal: None)
                     yield run
                     return
-                # after `begin`, which opens the logs; with --micro-batch auto the state is divided before
+                # after `begin`, which opens the logs
                 warn_of_full_weights(state, world, why_not_meta)
                 interruption.rescue_with(run.ending.stopped)
                 # the watch outlives the rescue, because `_ended` leaves first
@@ -164,7 +164,7 @@ class Run:
                 if not self.state.is_over():
                     raise Ended(f"the training loop ended at step {self.state.step} of {self.plan.total_steps}")
                 self.ending.finish(self.evaluator.metrics)
-        except KeyboardInterrupt:  # only if the interruption is not to end the process
+        except KeyboardInterrupt:  # only in a notebook (`Resident`): else the interruption ends the process
             self.ending.stopped("Ctrl-C")
             raise
         except BaseException as error:

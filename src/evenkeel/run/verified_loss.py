@@ -101,7 +101,8 @@ class VerifiedLoss(DistributedLoss):
             seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
             again = self._pass_of(micro_batch, batch)
             loss = again.loss_of(self._loss(self._transfer(cloned(batch))))
-            gradients = torch.autograd.grad(loss, self._learning, self._gradient_factor(again, loss), allow_unused=True)
+            again.contribution = loss.detach() * again.weight
+            gradients = torch.autograd.grad(loss, self._learning, self._gradient_factor(again), allow_unused=True)
             packed = self._sums.packed(again)
         if self._flips:
             self._flips.strike(self._learning, gradients, again=True)

@@ -61,7 +61,7 @@ class Buffers:
         changes = []
         for group in self.groups:
             torch._foreach_copy_(group.moved_views, group.live)
-            changes.append((group.moved.to(group.wide) - group.finite()).double().mul_(weight))
+            changes.append((group.moved.to(group.wide) - group.base()).double().mul_(weight))
         self.rewind()
         return changes
 
@@ -77,7 +77,7 @@ class Buffers:
         for group, part in zip(self.groups, parts, strict=True):
             # rounded, because three thirds of a count may not add up to exactly one
             change = part if group.wide.is_floating_point else part.round()
-            moved = group.finite() + change.to(group.committed.device, group.wide)
+            moved = group.base() + change.to(group.committed.device, group.wide)
             values.append(moved.to(group.committed.dtype))
         return values
 
@@ -99,7 +99,7 @@ class Group:
         self.wide = torch.float64 if self.committed.is_floating_point() else torch.int64
         """The dtype in which changes are computed; integers stay exact in it."""
 
-    def finite(self) -> Tensor:
+    def base(self) -> Tensor:
         """The committed values, from which changes count, in the wide dtype; 0 for infinite ones (of a mask, or where a
         running minimum begins): inf - inf is NaN."""
         values = self.committed.to(self.wide)

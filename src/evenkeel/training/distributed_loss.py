@@ -111,9 +111,9 @@ class DistributedLoss:
         self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
         if self._synced:  # with --sync-batchnorm: the layers that exchange statistics
             steps = (0, plan.steps_per_epoch - 1)
-            counts = [sum(map(bool, plan.shares(step, world.world_size))) for step in steps]  # ranks with micro-batches
+            busy_ranks = [sum(map(bool, plan.shares(step, world.world_size))) for step in steps]
             # ranks that use different parameters fill their buckets at different times, and waiting would deadlock
-            self._synced.connect(counts, None if unused else self.reduction.catch_up)
+            self._synced.connect(busy_ranks, None if unused else self.reduction.catch_up)
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._side_effects = SideEffects(state, loss, not config.verify_every)
@@ -167,7 +167,8 @@ class DistributedLoss:
         """
         self._arrivals.mark(FORWARD)
         self._pass.backward_calls += 1
-        factor = self._gradient_factor(self._pass, loss)
+        self._pass.contribution = loss.detach() * self._pass.weight
+        factor = self._gradient_factor(self._pass)
         if self._pass.last:
             activity.enter(REDUCTION)
         with self._explained():
@@ -248,12 +249,12 @@ class DistributedLoss:
         self._arrivals.mark(WAITING)
         return batches
 
-    def _gradient_factor(self, this: Pass, loss: Tensor) -> Tensor:
+    def _gradient_factor(self, this: Pass) -> Tensor:
         """The factor on the gradient of a micro-batch's loss: its share of the step's samples, times the loss scale.
         NaN if the loss is not finite, because its gradient might be finite all the same, and all ranks must notice."""
-        this.contribution = part = loss.detach() * this.weight
-        scale = self.state.scaler.scale.to(loss.device) if self.state.scaler else 1.0
-        return scale * (1.0 if self._whole else this.weight) + 0 * part  # a whole-batch loss has its weight already
+        scale = self.state.scaler.scale.to(this.contribution.device) if self.state.scaler else 1.0
+        weight = 1.0 if self._whole else this.weight  # a whole-batch loss has its weight already
+        return scale * weight + 0 * this.contribution
 
     def _finish(self, micro_batch: MicroBatch) -> None:
         """Add what its passes have found to the step's sums."""

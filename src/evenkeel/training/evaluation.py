@@ -168,11 +168,11 @@ class Evaluation:
 
         This is not a generator, which would turn a StopIteration in a task into another error.
         """
-        mine, refused = self.sampler.micro_batches(0), "" if self.task.collectives else "the evaluation"
-        own = len(self.sampler.plan.micro_batches(0, self.sampler.rank, self.sampler.num_replicas))
+        passes, refused = self.sampler.micro_batches(0), "" if self.task.collectives else "the evaluation"
+        counted = len(self.sampler.plan.micro_batches(0, self.sampler.rank, self.sampler.num_replicas))
         with evaluating(self.model):
-            for number, (micro_batch, batch) in enumerate(zip(mine, self.batches, strict=True)):
-                activity.enter(EVALUATION, f"{number} of {len(mine)} micro-batches")  # again: each batch is progress
+            for number, (micro_batch, batch) in enumerate(zip(passes, self.batches, strict=True)):
+                activity.enter(EVALUATION, f"{number} of {len(passes)} micro-batches")  # again: each batch is progress
                 # metrics may draw random numbers; how many loading has drawn depends on the loader processes
                 seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
                 try:
@@ -181,7 +181,7 @@ class Evaluation:
                 except Exception as error:
                     note_batch(error, batch)
                     raise
-                if number < own:  # further ones are not its own: it repeats them, so that other ranks can go on
+                if number < counted:  # further ones are not its own: it repeats them, so that other ranks can go on
                     take(computed, micro_batch.size)
 
 

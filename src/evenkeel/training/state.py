@@ -63,6 +63,7 @@ class State:
         self,
         model: nn.Module,
         optimizers: list[Optimizer],
+        *,
         skip_nonfinite: bool = False,
         origin: str = "",
         scaler: Scaler | None = None,
@@ -240,7 +241,7 @@ class State:
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             locked = stack.pop_all()
 
-        def capture() -> dict[str, Any]:
+        def finish() -> dict[str, Any]:
             with locked:
                 self._seqlock.wait(until)
                 copy()
@@ -253,7 +254,7 @@ class State:
                 raise Torn(f"the device is at step {step}, but the task or an optimizer without fused=True is ahead")
             return {"step": step, **captured}
 
-        return capture
+        return finish
 
     def pin(self, staging: Staging) -> None:
         """Prepare memory for fast copies from a GPU. Call it after the first commit: then the optimizers have state."""
