@@ -89,7 +89,9 @@ class Run:
         finished: whether the run has no more steps.
     """
 
-    def __init__(self, attempt: Attempt, task: Task, state: State, started: Loader | None, finished: bool) -> None:
+    def __init__(
+        self, attempt: Attempt, task: Task, state: State, started: Loader | None = None, finished: bool = False
+    ) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
         attempt.checkpoints.best_by = state.stopping.best_by
