@@ -81,6 +81,7 @@ def test_no_rank_waits_for_one_that_has_no_memory_for_a_single_sample(tmp_path: 
     assert lines[1].startswith("out of memory on rank 1 (the memory of host ")
 
 
+@pytest.mark.slow
 def test_with_real_collectives_in_a_trial_they_wait(tmp_path: Path) -> None:
     """The control of the above."""
     ends = [finish(it) for it in workers("6000 3900", tmp_path / "none", "control", "forward", 0, "fp32", "all")]
