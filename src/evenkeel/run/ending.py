@@ -30,7 +30,7 @@ from ..training.oom import OutOfMemory, explained
 from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
 from .attempt import Attempt
-from .checkpoint import Damaged, read_manifest, step_of
+from .checkpoint import Damaged, known_step, read_manifest, step_of
 from .checkpointer import Checkpointer
 from .records import goodput, goodput_to_show, ledger, read_facts, read_records
 from .run_directory import RunDirectory, RunState, mark_failed
@@ -78,21 +78,21 @@ class Ending:
         self._checkpointer.record_digests()
         # the watch for hangs sees no progress while this is written, so it waits as long as a slow disk may take
         activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
-        if not lead:
-            self._saver.save_last(state, metrics)
-            return
         early_reason = ""
         if state.step < attempt.plan.total_steps:
             early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
         try:
+            if not lead:
+                self._saver.save_last(state, metrics)
+                return
             weights = weights or cpu_state_dict(state.best_model)
-            seconds = self._write_last(lead.directory, metrics, early_reason, weights)
+            spent = self._write_last(lead.directory, metrics, early_reason, weights)
         except OSError as error:
             raise Ended(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
-                f"{self._saver.checkpoints.newest_step()}; free space and run the same command again"
+                f"{known_step(self._saver.checkpoints)}; free space and run the same command again"
             ) from error
-        self._report_finished(lead.tracker, metrics, seconds, early_reason)
+        self._report_finished(lead.tracker, metrics, spent, early_reason)
 
     def _write_last(
         self, directory: RunDirectory, metrics: dict[str, float], early_reason: str, weights: dict[str, Tensor]
