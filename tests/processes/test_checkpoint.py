@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 from evenkeel.run.checkpoint import Checkpoints
+from tests.promises import test_shard
 from tests.run.test_checkpoint import (
     disk,  # noqa: F401  (a fixture)
     steps,
 )
+from tests.support import needs
 from tests.support.needs import small_disk
 from tests.support.processes import TRAIN, read, records, run
 from tests.support.small_runs import failed, trained
@@ -41,6 +43,14 @@ def test_a_run_on_a_full_disk_goes_on_loudly_and_does_not_finish(tmp_path: Path)
         assert "Traceback" not in done.stderr
         assert read(run_dir, "status.json")["state"] == "failed"
         assert not [name for name in ("summary.json", "model.pt") if (run_dir / name).exists()]
+
+
+@needs.sharding
+def test_no_rank_of_a_sharded_run_ends_by_a_traceback_if_its_last_checkpoint_finds_no_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "140k") as folder:
+        printed = "".join(rank.stderr for rank in failed(2, test_shard.job(folder / "run")))
+        assert "evenkeel: not finished: step 6 cannot be written: [Errno 28]" in printed
+        assert "Traceback" not in printed
 
 
 def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tmp_path: Path) -> None:

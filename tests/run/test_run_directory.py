@@ -24,6 +24,7 @@ import tomli_w
 
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
+from evenkeel.distributed.world import RESTART_TIMEOUT
 from evenkeel.run import run_directory
 from evenkeel.run.identity import Identity, prepare_folder
 from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
@@ -352,6 +353,7 @@ def test_a_restarted_job_waits_for_its_dying_predecessor(
     claim(path, OPTIONS, fresh=False)
     assassin.wait()
     assert 0.4 < time.monotonic() - begun < 30
+    assert RESTART_TIMEOUT.total_seconds() > run_directory.MAX_LOCK_TIMEOUT, "the other ranks wait for rank 0"
 
 
 def change_and_end(path: Path, ready: Any) -> None:

@@ -51,8 +51,8 @@ class Watch:
         world: this process among the others.
         store: of this attempt only; None if this process is alone.
         logs: folder for stacks.
-        alarmed: is called once, by a thread, when any rank has found a hang.
-        saved: is called on each node with the step of each checkpoint that rank 0 has completed.
+        on_alarm: is called once, by a thread, when any rank has found a hang.
+        on_saved: is called on each node with the step of each checkpoint that rank 0 has completed.
 
     Attributes:
         store: the part of it that is the watch's.
@@ -66,12 +66,12 @@ class Watch:
         world: World,
         store: Store | None,
         logs: Path,
-        alarmed: Callable[[], None],
-        saved: Callable[[int], None] = lambda _step: None,
+        on_alarm: Callable[[], None],
+        on_saved: Callable[[int], None] = lambda _step: None,
     ) -> None:
         self.timeout, self.world, self.logs = timeout, world, logs
         self.interval = max(1.0, world.world_size / 500)  # the store serves some thousand requests a second
-        self._alarmed, self._saved = alarmed, saved
+        self._on_alarm, self._on_saved = on_alarm, on_saved
         self.store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
         self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of the last checkpoint: here, told, read of
@@ -122,7 +122,7 @@ class Watch:
             self._announced = step
         if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > self._seen:
             self._seen = step
-            self._saved(step)
+            self._on_saved(step)
         if _compiles():
             store.set(COMPILING, f"{self.world.rank} {count}")
         elif activity.phase != COMPILATION and store.check([COMPILING]):
@@ -151,7 +151,7 @@ class Watch:
             if idle >= self.timeout:
                 self._alarm.set()
         if not self._stopped.is_set():
-            self._alarmed()
+            self._on_alarm()
 
     @cached_property
     def stacks(self) -> IO[bytes]:

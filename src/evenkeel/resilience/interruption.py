@@ -109,7 +109,7 @@ class Interruption:
             if number == keeper_link.REGROUP:
                 self.end(REGROUPING, partial(self._rescue, REGROUPING), STOPPED)
             if number not in STOP_SIGNALS:
-                continue  # torch has a handler for SIGCHLD
+                continue  # REGROUP, or SIGCHLD, for which torch has a handler
             if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
                 _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", output_timeout=1.0)
             first, name = first or time.monotonic(), signal.Signals(number).name

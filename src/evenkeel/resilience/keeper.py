@@ -87,7 +87,7 @@ class Keeper:
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
         # forks; consecutive ones without progress; the furthest first step of any trainer
-        self._forks, self._fruitless, self._furthest_start = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
+        self._forks, self._without_progress, self._furthest_start = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
         self._exit_at_once = False  # whether Ctrl-C was pressed after that: exit without waiting
         self._regroup_time = 0.0  # at which the trainer got REGROUP; 0: it has not
@@ -119,7 +119,7 @@ class Keeper:
                 written = self._await_written()
                 if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
-                os.environ[COUNTS] = json.dumps([self._forks, self._fruitless, self._furthest_start])
+                os.environ[COUNTS] = json.dumps([self._forks, self._without_progress, self._furthest_start])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
         end_store()
@@ -195,7 +195,7 @@ class Keeper:
                 self._memory.discard()
                 if int(value) > self._furthest_start:
                     # repeating steps is no progress: without a new checkpoint a run may die at one step for ever
-                    self._furthest_start, self._fruitless = int(value), 0
+                    self._furthest_start, self._without_progress = int(value), 0
 
     def _stopped_within(self, seconds: float) -> bool:
         """Wait; return whether a stop signal has come."""
@@ -257,12 +257,12 @@ class Keeper:
             death = ""
         else:
             return False
-        if self._fruitless >= self._limit:
+        if self._without_progress >= self._limit:
             _say(f"rank {self._rank} {death or 'lost another rank'} again, without progress; torchrun decides")
             return False
         if death and not self._peers.report_death():
             return False  # the others would wait for this rank
-        self._fruitless += 1
+        self._without_progress += 1
         if death:
             _say(f"rank {self._rank} {death}; all ranks restart in place, without torchrun")
         return True

@@ -127,12 +127,12 @@ class RankMemory:
 
     def offer(self, run_id: str) -> Offer | None:
         """Offer :meth:`previous` to the other ranks of this machine, until :meth:`discard_previous`."""
-        if not (left := self.previous(run_id)):
+        if not (stored := self.previous(run_id)):
             return None
-        path, identity = f"/proc/{os.getpid()}/fd/{left.descriptor}", ("", 0, 0)
+        path, identity = f"/proc/{os.getpid()}/fd/{stored.descriptor}", ("", 0, 0)
         with contextlib.suppress(OSError):  # a sandbox may hide /proc; then no other rank finds the file
             identity = _identity(path)
-        return Offer(left.step, path, identity)
+        return Offer(stored.step, path, identity)
 
     def discard_previous(self) -> None:
         """Free what the previous rank has stored."""
@@ -206,8 +206,8 @@ class KeeperMemory:
         def save_orphaned() -> None:
             if rank_memory.facts and os.getppid() != keeper:  # the keeper died before it could write the state
                 self._save(MemoryCheckpoint(rank_memory.descriptor, rank_memory.facts))
-            elif os.getppid() != keeper and (left := self._in_slots()):
-                self._save(left)
+            elif os.getppid() != keeper and (stored := self._in_slots()):
+                self._save(stored)
 
         keeper_link.before_exit(save_orphaned)
 

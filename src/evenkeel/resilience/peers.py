@@ -56,7 +56,7 @@ class Peers:
     def join(self, generation: str) -> None:
         """Exchange messages from now on with the ranks that meet under this name; "": with none yet."""
         self._generation, self._store = generation, None
-        if generation:  # so the store has just answered this rank
+        if generation:  # the store has just answered this rank, so connecting will not block the keeper
             with contextlib.suppress(RuntimeError, EndedHere):
                 self._connection = self._connection or self._connect()
                 self._store = generation_store(self._connection, self._world_size, generation)
@@ -176,8 +176,8 @@ def hold_store(rank: int, world_size: int) -> None:
         store = job_store(rank, world_size, timedelta(seconds=CONNECT_TIMEOUT))
         os.write(started, b"1")
         os.close(started)
-        while store and os.getppid() == keeper:
-            signal.sigwait({signal.SIGTERM, signal.SIGINT})  # which are for the keeper
+        while store and os.getppid() == keeper:  # the name keeps the store alive
+            signal.sigwait({signal.SIGTERM, signal.SIGINT})  # to the process group: only the keeper acts on them
     os._exit(1)
 
 

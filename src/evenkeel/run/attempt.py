@@ -46,7 +46,7 @@ from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint_of_run
 from .identity import Identity, prepare_folder
 from .records import is_run, is_untrained, read_facts, recorded_options
-from .resume import Resume
+from .resume import compare_bits
 from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, claim, is_restart, launch_token
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
@@ -64,13 +64,13 @@ class Records(NamedTuple):
     """
 
     tokens: Sequence[str]
-    fresh: bool  # whether a run that is there starts over unless this is a restart: --fresh, or it is untrained
-    statuses: Sequence[dict[str, Any]]  # status.json of each local rank 0, else {}; only of the run that goes on
+    may_start_over: bool  # --fresh, or the run is untrained
+    statuses: Sequence[dict[str, Any]]  # status.json of each local rank 0, else {}; only of a run that goes on
 
     @property
     def starts_over(self) -> bool:
-        """Whether a run that is there does so."""
-        return not self.statuses
+        """Whether a run that is there does so: no node knows it as begun by this launch."""
+        return self.may_start_over and not self.statuses
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -153,7 +153,8 @@ class Attempt:
         if reason == REGROUPING:
             return
         if (mine := self._directory) and mine.recorded:
-            state: RunState = "stopped" if mine.attempts == 1 else "running"  # later, a state may be in memory only
+            # a later attempt may have a state in memory only; a run that is "stopped" without one on disk is untrained
+            state: RunState = "stopped" if mine.attempts == 1 else "running"
             with contextlib.suppress(OSError):
                 mine.update(state, reason=reason, fruitless=0)  # a stop is no crash loop
         self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
@@ -174,16 +175,16 @@ class Attempt:
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare(before.newest)
-        cut_line = self._decide_cut(before, find_micro_batch)
+        config, threads, cut_line = self._decide_cut(before, find_micro_batch)
+        self._take_cut(config, threads)
         self._refuse_other_bits(before)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
         self.checkpoints.run_id = status.get("run_id", "")
         if self._finished(status):
             early = " early" if status.get("stopped_early") else ""
-            self.say(
-                f"evenkeel: {near(self.path)}: finished{early} at step {status.get('step', 0)}; --fresh starts over"
-            )
+            end = f"finished{early} at step {status.get('step', 0)}"
+            self.say(f"evenkeel: {near(self.path)}: {end}; --fresh starts over")
             return True
         uneven_warning = self._start_logging(status, warning)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
@@ -203,8 +204,9 @@ class Attempt:
             status = recorded_options(self.path, untrained) | read_facts(self.path / "status.json")[0]
             untrained |= not is_run(self.path)
         tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
-        fresh = self.config.fresh or (any(statuses) and all(nothing))
-        return Records(tokens, fresh, [each for each in statuses if not fresh or is_restart(each, tokens)])
+        may_start_over = self.config.fresh or (any(statuses) and all(nothing))
+        going_on = [each for each in statuses if not may_start_over or is_restart(each, tokens)]
+        return Records(tokens, may_start_over, going_on)
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
@@ -212,10 +214,8 @@ class Attempt:
         options, alike = everywhere[0]
         for rank, (typed, here_alike) in enumerate(everywhere):
             other = [(name, value, here_alike[name]) for name, value in alike.items() if here_alike[name] != value]
-            for name, first, here in [*differences(options, typed, self.harmless), *other]:
-                raise Refusal(
-                    f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
-                )
+            for name, lead, here in [*differences(options, typed, self.harmless), *other]:
+                raise Refusal(f"{flag(name)} is {lead} on rank 0 and {here} on rank {rank}; type the same on all nodes")
 
     def _refuse_other_bits(self, before: Records) -> None:
         """With --strict-bits and a run that goes on: by the newest manifest of any node."""
@@ -224,7 +224,7 @@ class Attempt:
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
         present = [manifest for manifest in manifests if manifest and not before.starts_over]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
-        Resume(self.config, self.world, self.checkpoints).record_bits(newest)
+        compare_bits(self.world.gather(self.checkpoints.fingerprint), newest, strict=True)
 
     def _record_start(self, before: Records) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
@@ -237,7 +237,7 @@ class Attempt:
 
     def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
-        if before.fresh and (aside := directory.start_over(before.tokens)):
+        if before.may_start_over and (aside := directory.start_over(before.tokens)):
             moved = f"--fresh: the run that was in {near(self.path)} is now in {near(aside)}"
             kept = f"nothing was trained in {near(aside)}; starting again"
             self.say(f"evenkeel: {kept if aside == self.path else moved}")
@@ -299,10 +299,11 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
+    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> tuple[Config, int, str]:
         """Decide how steps are cut: as recorded for this run; for a new one, by options.
 
-        The same on all ranks, whichever node has the run's folder. Returns a line about the cut, or "".
+        The same on all ranks, whichever node has the run's folder. Returns the options with the cut, the recorded
+        number of threads (0: none), and a line about the cut, or "".
         """
         recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_attempts, default={})
         config, line = self._cutter(recorded), ""
@@ -312,8 +313,7 @@ class Attempt:
                 activity.enter(START_UP, "--micro-batch auto")
                 found, line = find_micro_batch()
             config = replace(config, micro_batch=int(found))
-        self._take_cut(config, recorded.get("threads", 0))
-        return line
+        return config, recorded.get("threads", 0), line
 
     def _take_cut(self, config: Config, threads: int) -> None:
         """Train with the cut in these options, and with this number of threads, unless one is typed or it is 0."""

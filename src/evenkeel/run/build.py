@@ -114,9 +114,7 @@ def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
     threads = recorded.get("threads") or threads_of_a_rank(config.exact, world.local_world_size)
     torch.set_num_threads(config.threads or threads)
     if config.memory_snapshot and world.device.type != "cuda":
-        raise Refusal(
-            "--memory-snapshot: records the memory of GPUs, and this process computes on the CPU; leave it out"
-        )
+        raise Refusal("--memory-snapshot: records memory of GPUs, and this process computes on the CPU; leave it out")
     return world
 
 

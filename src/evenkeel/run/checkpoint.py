@@ -81,7 +81,12 @@ class Manifest:
 
 @dataclass
 class Checkpoints:
-    """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues."""
+    """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues.
+
+    In a run `Attempt` makes it, completes `fingerprint` when the cut is decided, and sets `run_id` when the start is
+    recorded. `Run`, `Resume` and `Evaluator` set `best_by` when they learn which metric decides. `Resume` sets
+    `bits_void_from`, and rank 0's `fingerprint` on all ranks. Nothing of it changes after the first evaluation.
+    """
 
     folder: Path
     keep: int
@@ -277,11 +282,14 @@ def refuse_stale_writer(checkpoints: Checkpoints) -> None:
 
 def await_writer(checkpoints: Checkpoints) -> None:
     """At a start: wait for a process that an earlier attempt has left and that still writes (`folder_locked`)."""
-    for until in (0.0, time.monotonic() + LOCK_TIMEOUT) if checkpoints.folder.exists() else ():
-        with folder_locked(checkpoints.folder, until, fcntl.LOCK_SH) as free:
-            if free or until:
-                return
-        log.warning("a process of an earlier attempt is still writing to %s; waiting for it", checkpoints.place)
+    if not checkpoints.folder.exists():
+        return
+    with folder_locked(checkpoints.folder, 0.0, fcntl.LOCK_SH) as free:
+        if free:
+            return
+    log.warning("a process of an earlier attempt is still writing to %s; waiting for it", checkpoints.place)
+    with folder_locked(checkpoints.folder, time.monotonic() + LOCK_TIMEOUT, fcntl.LOCK_SH):
+        pass
 
 
 def known_step(checkpoints: Checkpoints) -> int | str:

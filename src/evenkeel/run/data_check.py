@@ -165,8 +165,7 @@ class DataCheck:
         with activity.during(CHECKPOINT):
             for times in (TWICE, OFTEN):  # samples that are random at each read are sometimes the same twice
                 found = data_digest.digest_samples(self._config, {TRAINING: dataset}, times)[0]
-                mine = data_digest.of_tensors(dataset) or found.get(TRAINING)
-                everywhere = self._world.gather(mine)
+                everywhere = self._world.gather(data_digest.of_tensors(dataset) or found.get(TRAINING))
                 if not (problem := _refresh_difference(epoch, before, everywhere)):
                     break
         if problem and not any(self._world.gather(self._config.other_data)):

@@ -30,7 +30,7 @@ from ..training.oom import OutOfMemory, explained
 from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
 from .attempt import Attempt
-from .checkpoint import Damaged, read_manifest, step_of
+from .checkpoint import Damaged, known_step, read_manifest, step_of
 from .checkpointer import Checkpointer
 from .records import goodput, goodput_to_show, ledger, read_facts, read_records
 from .run_directory import RunDirectory, RunState, mark_failed
@@ -78,21 +78,21 @@ class Ending:
         self._checkpointer.record_digests()
         # the watch for hangs sees no progress while this is written, so it waits as long as a slow disk may take
         activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
-        if not lead:
-            self._saver.save_last(state, metrics)
-            return
         early_reason = ""
         if state.step < attempt.plan.total_steps:
             early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
         try:
+            if not lead:
+                self._saver.save_last(state, metrics)
+                return
             weights = weights or cpu_state_dict(state.best_model)
-            seconds = self._write_last(lead.directory, metrics, early_reason, weights)
+            spent = self._write_last(lead.directory, metrics, early_reason, weights)
         except OSError as error:
             raise Ended(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
-                f"{self._saver.checkpoints.newest_step()}; free space and run the same command again"
+                f"{known_step(self._saver.checkpoints)}; free space and run the same command again"
             ) from error
-        self._report_finished(lead.tracker, metrics, seconds, early_reason)
+        self._report_finished(lead.tracker, metrics, spent, early_reason)
 
     def _write_last(
         self, directory: RunDirectory, metrics: dict[str, float], early_reason: str, weights: dict[str, Tensor]
@@ -112,7 +112,7 @@ class Ending:
 
     def _summary(self, directory: RunDirectory, metrics: dict[str, float]) -> dict[str, Any]:
         now = {"kind": "summary", "time": time.time(), "spent": activity.spent()}
-        seconds = ledger([*read_records(self._attempt.path / "metrics.jsonl"), now])
+        spent = ledger([*read_records(self._attempt.path / "metrics.jsonl"), now])
         step, plan = self._state.step, self._attempt.plan
         return {
             "state": "finished",
@@ -125,8 +125,8 @@ class Ending:
             "world_sizes": directory.status["world_sizes"],
             "bits_void_from": self._saver.checkpoints.bits_void_from,
             "seconds": directory.seconds,
-            "goodput": goodput(seconds),
-            "ledger": seconds,
+            "goodput": goodput(spent),
+            "ledger": spent,
         }
 
     def _report_finished(self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], why: str) -> None:
@@ -190,7 +190,8 @@ class Ending:
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # nor is the traceback printed here
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
-        return self._record_failure(error, saved, "another rank has died" if lost else "failed")
+        self._record_failure(error, saved, "another rank has died" if lost else "failed")
+        return saved
 
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
@@ -221,13 +222,12 @@ class Ending:
     def _rescue(self, in_place: bool) -> str:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
-    def _record_failure(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> str:
+    def _record_failure(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> None:
         self._record_end("failed", reason_of(error), FAILED, **facts)
         self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(near(self._attempt.path)))}"
             self._attempt.say(f"evenkeel: to look into that step: {command} --step {self._state.step + 1}")
-        return saved
 
     def _record_end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
         lead = self._attempt.lead

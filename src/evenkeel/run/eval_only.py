@@ -51,8 +51,7 @@ def evaluate(config: Config, task: Task) -> int:
     """
     Interruption(config.grace)
     with no_exit():
-        recorded = {} if config.fresh else recorded_options(config.run_dir)
-        world, sets = prepare(config, task, recorded)
+        world, sets = prepare(config, task, {} if config.fresh else recorded_options(config.run_dir))
         del sets[TRAINING]
         _evaluate(config, task, world, sets)
     return 0

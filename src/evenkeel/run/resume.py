@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Resume:
 
         Raises:
             Ended: it does not fit this model.
-            Refusal: on all ranks, with --strict-bits, as :meth:`record_bits`, if the newest checkpoint was damaged.
+            Refusal: on all ranks, with --strict-bits, as :func:`compare_bits`, if the newest checkpoint was damaged.
         """
         if state.sharding:
             from .sharded_resume import newest_rows  # imports FSDP2
@@ -70,7 +70,7 @@ class Resume:
             manifest, saved = newest_rows(self._world, state.sharding, saver, self._config.replicate > 0)
         else:
             manifest, saved = self._newest()
-        self._other_bits = self.record_bits(manifest)
+        self._record_bits(manifest)
         if manifest:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
@@ -99,34 +99,14 @@ class Resume:
             if manifest:
                 return manifest, saved
 
-    def record_bits(self, manifest: Manifest | None) -> Differences:
-        """Return why this attempt's bits might differ from those of an undisturbed run; the same on all ranks.
-
-        Also sets what later manifests say: rank 0's fingerprint, and the step from which bits may differ.
-
-        Args:
-            manifest: of the checkpoint that is continued.
-
-        Raises:
-            Refusal: with --strict-bits.
-        """
+    def _record_bits(self, manifest: Manifest | None) -> None:
+        """Set what later manifests say: rank 0's fingerprint, and the step from which bits may differ."""
         present = self._world.gather(self._checkpoints.fingerprint)
+        self._other_bits = compare_bits(present, manifest, self._config.strict_bits)
         step, void_from = (manifest.step, manifest.bits_void_from) if manifest else (0, None)
-        other_bits: Differences = {}
-        if manifest:
-            # a manifest from before this fact was recorded: other cuts were refused then, so the cut is the present one
-            cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and manifest.fingerprint}
-            other_bits = differences(cut | manifest.fingerprint, present[0])
-        other_bits |= differences_among_ranks(present)
-        if other_bits and self._config.strict_bits:
-            raise Refusal(
-                f"--strict-bits: from step {step} on the bits might differ: {describe(other_bits)}; restore "
-                "that, or continue without --strict-bits"
-            )
-        if other_bits and void_from is None:
+        if self._other_bits and void_from is None:
             void_from = step
         self._checkpoints.fingerprint, self._checkpoints.bits_void_from = present[0], void_from
-        return other_bits
 
     def _from_disk(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
         """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
@@ -186,10 +166,14 @@ class Resume:
             log.info("%s %.1f MB%s, in memory (--keeper-memory)", stores if state.sharding else leaves, size, more)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
+        self._start_tracker(state.step, tracker)
+        self._report_bits(state.step, tracker)
+
+    def _start_tracker(self, step: int, tracker: Tracker) -> None:
+        """Start it with the recorded evaluation of this step; steps up to the last recorded one count as redone."""
         metrics = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
         activity.redo_until = max((record["step"] for record in metrics), default=0)
-        tracker.start(state.step, evaluation_in(metrics, state.step))
-        self._report_bits(state.step, tracker)
+        tracker.start(step, evaluation_in(metrics, step))
 
     def _report_bits(self, step: int, tracker: Tracker) -> None:
         others = self._other_bits
@@ -205,3 +189,20 @@ class Resume:
             level = logging.WARNING if self._config.reduce == "tree" or "strategy" in others else logging.INFO
             log.log(level, "from step %d on bit-for-bit equality is void: %s", step, describe(others))
             tracker.event("bits", step, differences=others)
+
+
+def compare_bits(present: Sequence[Mapping[str, str]], manifest: Manifest | None, strict: bool) -> Differences:
+    """Why the bits of an attempt might differ from those of an undisturbed run, by the present fingerprint of each rank
+    and the manifest of the checkpoint that is continued. Raises a Refusal if they might, with --strict-bits."""
+    found: Differences = {}
+    if manifest:
+        # a manifest from before this fact was recorded: other cuts were refused then, so the cut is the present one
+        cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and manifest.fingerprint}
+        found = differences(cut | manifest.fingerprint, present[0])
+    found |= differences_among_ranks(present)
+    if found and strict:
+        raise Refusal(
+            f"--strict-bits: from step {manifest.step if manifest else 0} on the bits might differ: {describe(found)}; "
+            "restore that, or continue without --strict-bits"
+        )
+    return found

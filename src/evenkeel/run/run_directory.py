@@ -35,6 +35,9 @@ RunState = Literal["running", "finished", "stopped", "failed"]
 LOCK_TIMEOUT = 10.0
 """Seconds beyond --grace to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
 
+MAX_LOCK_TIMEOUT = 100.0
+"""Maximum seconds of both: the other ranks wait `world.RESTART_TIMEOUT` for rank 0."""
+
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
     "streams", "wandb", "tensorboard", "trackers", "media", "predictions", "profile", "config.toml", "report.html",
@@ -119,7 +122,8 @@ class RunDirectory:
         """
         if not is_run(self.path) or is_restart(self.status, tokens):
             return None
-        self.status, self.trouble = {"world_sizes": self.status.get("world_sizes", [])} if self.untrained else {}, ""
+        self.status = {"world_sizes": self.status.get("world_sizes", [])} if self.untrained else {}
+        self.trouble = ""
         return self.path if self.untrained else _move_aside(self.path)
 
     def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
@@ -127,7 +131,7 @@ class RunDirectory:
         restarted = is_restart(self.status, tokens)
         launch = set(filter(None, tokens)) | set(self.status["launch"] if restarted else ())
         last_failure, fruitless = self.status.get("last_failure"), self.fruitless
-        if fruitless <= MAX_FRUITLESS:
+        if fruitless <= MAX_FRUITLESS:  # beyond, the recorded reason is only that so many attempts died
             last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
         requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
         # the user has typed the command again; or a requeue, which is not the job's fault (--max-requeues limits these)
@@ -184,10 +188,9 @@ class RunDirectory:
 
 def claim(path: Path, run: Identity, fresh: bool, grace: float = 0.0) -> RunDirectory:
     """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use for
-    longer than --grace, in which a job that was told to stop writes its last step; not above the time that other ranks
-    wait for rank 0 at a restart."""
+    longer than --grace, in which a job that was told to stop writes its last step."""
     prepare_folder(path, run, fresh)
-    locked = _lock(path, LOCK_TIMEOUT + min(grace, 90.0))
+    locked = _lock(path, min(LOCK_TIMEOUT + grace, MAX_LOCK_TIMEOUT))
     untrained = is_untrained(path)  # again: the previous job may have started over
     if not (fresh or untrained):
         refuse_another_run(path, run)

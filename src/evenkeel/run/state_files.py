@@ -53,9 +53,7 @@ def state_files(names: Iterable[str]) -> list[str]:
         LookupError: one is missing.
     """
     there = set(names)
-    ranks = max(
-        (int(found[1]) for name in there if (found := re.fullmatch(r"state-\d+-of-(\d+)\.pt", name))), default=0
-    )
+    ranks = max((int(it[1]) for name in there if (it := re.fullmatch(r"state-\d+-of-(\d+)\.pt", name))), default=0)
     expected = [STATE] if STATE in there or not ranks else [file_of(rank, ranks) for rank in range(ranks)]
     if missing := [name for name in expected if name not in there]:
         raise LookupError(f"{missing[0]} is missing")

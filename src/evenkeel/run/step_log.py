@@ -65,11 +65,9 @@ class StepLog:
             return
         tracker = self._attempt.lead.tracker
         if state.skipped > self._skipped_logged:
-            self._skipped_logged = state.skipped
-            log.warning(
-                "step %d was not finite and was left out, %d in this attempt", state.last_skipped, state.skipped
-            )
-            tracker.event("nonfinite", state.last_skipped, skipped=state.skipped)
+            number, self._skipped_logged = state.last_skipped, state.skipped
+            log.warning("step %d was not finite and was left out, %d in this attempt", number, state.skipped)
+            tracker.event("nonfinite", number, skipped=state.skipped)
         more = {name: float(rate) for name, rate in state.rates.items()}
         if state.scaler:  # of the next step, and how many the run has left out for it
             more |= {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}

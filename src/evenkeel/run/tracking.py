@@ -145,8 +145,7 @@ class Tracker:
         self.send(step, values)
 
         self._losses = {f"{TRAIN}/loss": loss, **(parts or {})}
-        present = {"kind": "train", "time": time.time(), "spent": spent}
-        spent_so_far = ledger([*self._ends, present])
+        spent_so_far = ledger([*self._ends, {"kind": "train", "time": time.time(), "spent": spent}])
         productive = goodput_to_show(goodput(spent_so_far), sum(spent_so_far.values()), self.attempt)
         if self._display:
             self._display.metrics = self._latest()
@@ -201,9 +200,7 @@ class Tracker:
         self._trackers = {}
 
     def _latest(self) -> list[str]:
-        return figures(
-            self._losses | {name: value for name, value in self.metrics.items() if not name.endswith("/loss")}
-        )
+        return figures(self._losses | {name: it for name, it in self.metrics.items() if not name.endswith("/loss")})
 
     def send(self, step: int, metrics: Mapping[str, float | Path]) -> None:
         """Log a step's metrics in all trackers, by full names: numbers, and files with pictures and tables."""

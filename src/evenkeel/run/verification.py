@@ -271,8 +271,7 @@ class Verification:
         for source, target in pairs:
             if source == rank:
                 data = torch.frombuffer(bytearray(pickle.dumps(kept)), dtype=torch.uint8)
-                parts = (torch.tensor([len(data)]), data)
-                sent += [(part, dist.isend(part, target)) for part in parts]
+                sent += [(part, dist.isend(part, target)) for part in (torch.tensor([len(data)]), data)]
         for source, target in pairs:
             if target == rank:
                 size = torch.zeros(1, dtype=torch.int64)
