@@ -115,7 +115,11 @@ class Saver:
         Raises:
             OSError: it cannot be written.
         """
-        self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
+        self._staging.take()  # a rescue would write the same memory
+        try:
+            self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
+        finally:
+            self._staging.give_back()
 
     def store_step(self, state: State) -> None:
         """Store the step that was just taken, in a sharded run (`sharded_saver`); else do nothing."""
