@@ -23,7 +23,7 @@ BUDGET = {
     "data": 3142,
     "distributed": 2424,
     "resilience": 1662,
-    "training": 6489,
+    "training": 6488,
     "run": 6728,
     "tasks": 2284,
     "mirror": 558,

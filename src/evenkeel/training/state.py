@@ -76,10 +76,9 @@ class State:
         devices: Sequence[torch.device] = (),
         sharded: bool = False,
     ) -> None:
-        self.task_state, self.refresh = task_state, refresh
+        self.model, self.optimizers, self.task_state, self.refresh = model, optimizers, task_state, refresh
         self.sharding: Sharding | None = None
         """The division of its tensors among ranks, with --shard on."""
-        self.model, self.optimizers = model, optimizers
         self.skip_nonfinite, self.origin, self.placed = skip_nonfinite, origin, placed
         self.scaler, self.stopping, self.schedulers = scaler, stopping or Stopping(), schedulers
         self.step = 0
@@ -95,7 +94,7 @@ class State:
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))  # tied: by each name
         buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved}
-        first: dict[Tensor, str] = {}  # names; a layer that the model has twice has two
+        first = dict[Tensor, str]()  # names; a layer that the model has twice has two
         self._buffer_aliases = {name: first.setdefault(buffer, name) for name, buffer in buffers.items()}  # to first
         self.buffers = Buffers({name: buffer for buffer, name in first.items()}, model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
