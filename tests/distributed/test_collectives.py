@@ -16,6 +16,7 @@ from torch.distributed import all_gather  # as a task may import it
 from evenkeel.common.errors import EndedHere
 from evenkeel.distributed.collectives import no_collectives
 from evenkeel.distributed.sync_batchnorm import Peers
+from evenkeel.distributed.world import World
 from tests.support.processes import free_port
 
 
@@ -76,3 +77,16 @@ def test_the_size_of_a_group_that_there_is_not_and_an_error_of_another_kind() ->
         raise ValueError("of the task")
     with pytest.raises(ValueError, match="has not been initialized"), no_collectives(""):
         dist.get_world_size()
+
+
+@pytest.mark.parametrize("group", ["a process group"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.bfloat16])
+def test_a_state_is_sent_with_tensors_of_any_type(group: None, dtype: torch.dtype) -> None:
+    """gloo refuses some, and a run with them could not be resumed."""
+    world = World(0, 0, 1, 1, torch.device("cpu"), launched=True)
+    tensors = [torch.ones(2, 3).to(dtype).t(), torch.ones(()).to(dtype), torch.ones(0).to(dtype)]
+    found = world.broadcast_tensors({"it": tensors})["it"]
+    assert [(it.dtype, it.shape) for it in found] == [(it.dtype, it.shape) for it in tensors]
+    assert [it.float().tolist() for it in found if not it.is_complex()] == [
+        it.float().tolist() for it in tensors if not it.is_complex()
+    ]

@@ -74,7 +74,7 @@ class Activity:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """A context for a phase within another one."""
-        before = self.phase
+        before = self.phase, self.detail, self.patience
         self.enter(phase)
         try:
             yield
@@ -82,7 +82,7 @@ class Activity:
             self.attach_phase(error)
             raise
         finally:
-            self.enter(before)
+            self.enter(*before)
 
     def write_off(self) -> None:
         """Count the time since the last mark as dead, because it was a hang. For any thread."""

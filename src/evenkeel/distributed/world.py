@@ -175,7 +175,7 @@ class World:
         def with_data(like: Tensor) -> Tensor:
             tensor = next(sent, None)
             tensor = torch.empty_like(like, device="cpu") if tensor is None else tensor
-            dist.broadcast(tensor, src=source)
+            dist.broadcast(tensor.flatten().view(torch.uint8), src=source)  # gloo does not take all types
             return tensor
 
         return tree_map_only(Tensor, with_data, outline)

@@ -72,12 +72,12 @@ class Ending:
         weights = state.sharding.gathered(state.best_model.state_dict(), attempt.path) if state.sharding else {}
         if not (lead or state.sharding):
             return
+        # the watch for hangs sees no progress while states are written, so it waits as long as a slow disk may take
+        activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
         self._checkpointer.take_result()
         if metrics and lead:
             lead.tracker.evaluation(state.step, metrics)
         self._checkpointer.record_digests()
-        # the watch for hangs sees no progress while this is written, so it waits as long as a slow disk may take
-        activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
         early_reason = ""
         if state.step < attempt.plan.total_steps:
             early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
