@@ -70,6 +70,7 @@ def test_so_has_a_run_that_begins_with_weights_of_a_file(tmp_path: Path) -> None
     assert weights_of(tmp_path / "random") != weights_of(tmp_path / "run-1"), "the control"
 
 
+@pytest.mark.slow
 def test_what_only_rank_0_refuses_ends_all_in_a_line(tmp_path: Path) -> None:
     torch.save({"other": torch.ones(3)}, tmp_path / "file.pt")
     words = torchrun(2, TRAIN, *job(tmp_path / "run", "--init-from", tmp_path / "file.pt"))

@@ -54,6 +54,7 @@ def test_killed_and_resumed_on_other_ranks_bits_scale_and_skipped_steps_are_the_
         assert 5 < scales[-1][1] < 25, "some steps were left out and some were not"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_would_have(tmp_path: Path) -> None:
     """The score never gets better: evaluations at steps 3, 6 and 9, and patience 2, end the run at step 9 of 27."""
     hold, run_dir, plain = tmp_path / "hold", tmp_path / "run", tmp_path / "undisturbed"
