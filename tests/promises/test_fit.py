@@ -74,7 +74,12 @@ def call(task: str, run_dir: str, more: str = "") -> str:
 def test_one_process_and_two_have_the_bits_of_train_py(notebook: Notebook, tmp_path: Path) -> None:
     run_forked(TRAIN, *job(tmp_path / "usual", "--reduce", "tree"))
     usual = weights_of(tmp_path / "usual")
-    assert "finished" in notebook.run(call("Mine", "here"))
+    # settings that torch refuses to read by their older names
+    notebook.run("import torch; torch.backends.fp32_precision = 'tf32'; matmul = torch.backends.cuda.matmul")
+    told = notebook.run(call("Mine", "here"))
+    assert "float32 products, tf32, CPU tf32, is reset to full" in told
+    assert "finished" in told
+    assert "tf32 tf32" in notebook.run("print(torch.backends.fp32_precision, matmul.fp32_precision)")
     assert weights_of(tmp_path / "here") == usual
     told = notebook.run("print(metrics, model.training, sum(p.numel() for p in model.parameters()))")
     assert f"{read(tmp_path / 'here')['metrics']} False 49" in told

@@ -14,7 +14,7 @@ from evenkeel.config import FLOOR, Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
-from evenkeel.training.determinism import fix_arithmetic
+from evenkeel.training.determinism import fix_arithmetic, matmul_precision
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.nonfinite import NonFinite
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
@@ -203,6 +203,13 @@ def test_tf32_is_chosen_for_gpus_and_said_to_be_float32_on_a_cpu() -> None:
         for tf32 in (True, False):
             fix_arithmetic(exact=False, tf32=tf32)
             assert [backend.allow_tf32 for backend in backends] == [tf32, tf32]
+        torch.set_float32_matmul_precision("high")  # in a task's file
+        assert "float32 products, high, is reset" in fix_arithmetic(exact=False)
+        if hasattr(torch.backends, "fp32_precision"):  # since 2.9; mixed with the older setting, torch raises
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            assert "tf32, CPU ieee, is reset" in fix_arithmetic(exact=False)
+        assert fix_arithmetic(exact=False) == ""
+        assert matmul_precision() == "highest"
     finally:
         fix_arithmetic(exact=False)
     assert substitute("tf32", CPU) == "--precision tf32: a CPU has no TF32 and computes in float32"

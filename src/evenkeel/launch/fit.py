@@ -140,16 +140,37 @@ def _launch(loop: Path, words: list[str], processes: int) -> None:
 @contextmanager
 def _settings_restored() -> Iterator[None]:
     """Leave this process the settings of torch, and the generator, that it had; those of a run are for the run."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     exact, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark
+    benchmark = torch.backends.cudnn.benchmark
+    with _float32_restored():
+        try:
+            with torch.random.fork_rng():
+                yield
+        finally:
+            torch.use_deterministic_algorithms(exact)
+            torch.set_num_threads(threads)
+            torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def _float32_restored() -> Iterator[None]:
+    """The same for the precision of float32 products, by the older settings unless the program has used newer ones."""
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    older = newer = None
     try:
-        with torch.random.fork_rng():
-            yield
+        older = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # torch refuses to translate the newer ones
+        parts = (backends, backends.cuda.matmul, backends.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn)
+        newer = [(part, part.fp32_precision) for part in parts]
+    try:
+        yield
     finally:
-        torch.use_deterministic_algorithms(exact)
-        torch.set_num_threads(threads)
-        cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
+        if older:
+            torch.set_float32_matmul_precision(older[0])
+            cudnn.allow_tf32 = older[1]
+        for part, value in newer or ():
+            part.fp32_precision = value
 
 
 def _loop(script: Path) -> Path:

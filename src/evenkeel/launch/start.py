@@ -46,11 +46,15 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
         >>> start(main)  # doctest: +SKIP
     """
 
+    typed, folder = [*sys.argv], Path.cwd()
+
     @record  # torchrun's closing report then shows the traceback of the rank that failed
     @explaining  # where memory runs out
     def call() -> int | None:
-        if typed := launchers.topology_in(sys.argv[1:]):
-            return launchers.main(typed, Path(sys.argv[0]).resolve())
+        sys.argv = typed  # the keeper has imported the task, whose file may have changed both
+        os.chdir(folder)
+        if words := launchers.topology_in(sys.argv[1:]):
+            return launchers.main(words, Path(sys.argv[0]).resolve())
         return main(sys.argv[1:])
 
     def train() -> NoReturn:

@@ -109,8 +109,10 @@ def prepare_process(config: Config, recorded: Mapping[str, Any]) -> World:
     keeper_link.send("grace", str(config.grace))
     display.start()
     keep_freed_memory()
-    fix_arithmetic(config.exact, config.precision == "tf32")
+    undone = fix_arithmetic(config.exact, config.precision == "tf32")
     world = World.from_environment(devices_per_rank(config), config.strategy, config.share_gpu)
+    if undone and world.rank == 0:
+        display.say(f"evenkeel: {undone}")
     threads = recorded.get("threads") or threads_of_a_rank(config.exact, world.local_world_size)
     torch.set_num_threads(config.threads or threads)
     if config.memory_snapshot and world.device.type != "cuda":

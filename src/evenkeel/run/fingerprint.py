@@ -71,6 +71,8 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
     import numpy as np
     import torch
 
+    from ..training.determinism import matmul_precision
+
     build = [line for line in torch.__config__.show().splitlines() if "CPU capability usage" not in line]
     parts = {
         "python": ".".join(platform.python_version_tuple()[:2]),  # its `random` may shuffle differently
@@ -83,7 +85,7 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
         "mkl": str(torch.backends.mkl.is_available()),  # type: ignore[no-untyped-call]
         "threads": str(torch.get_num_threads()),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()),
         "device": device.type,
         "device_model": _gpu_model(device) if device.type == "cuda" else _cpu_model(),

@@ -22,15 +22,23 @@ EXACT_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "
 on earlier allocations (NVIDIA/nccl issue 2360)."""
 
 
-def fix_arithmetic(exact: bool, tf32: bool = False) -> None:
+def fix_arithmetic(exact: bool, tf32: bool = False) -> str:
     """Choose how this process computes, before it uses a GPU.
 
     Args:
         exact: use only algorithms that give the same bits each time, none chosen for its speed
             (https://docs.pytorch.org/docs/stable/notes/randomness.html). NCCL's variables may be set by the user.
         tf32: whether float32 products on a GPU may use only 10 of the factors' 23 mantissa bits; this is repeatable.
+
+    Returns:
+        A message if the program had allowed coarser products, and `tf32` does not; else empty.
     """
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+    backends: Any = torch.backends
+    before, chosen = matmul_precision(), "high" if tf32 else "highest"
+    if hasattr(backends, "fp32_precision"):  # since torch 2.9; it overrides what is set below
+        backends.fp32_precision = backends.cudnn.fp32_precision = "none"
+    torch.set_float32_matmul_precision(chosen)
+    backends.cudnn.allow_tf32 = tf32
     if exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if torch.cuda.device_count():
@@ -39,7 +47,19 @@ def fix_arithmetic(exact: bool, tf32: bool = False) -> None:
         torch.use_deterministic_algorithms(True)
         deterministic: Any = torch.utils.deterministic
         deterministic.fill_uninitialized_memory = False  # costs time, and no uninitialized memory is read here
-        torch.backends.cudnn.benchmark = False
+        backends.cudnn.benchmark = False
+    if tf32 or before == "highest":
+        return ""
+    return f"the program's precision of float32 products, {before}, is reset to full; --precision tf32 allows TF32"
+
+
+def matmul_precision() -> str:
+    """The precision of float32 products: highest, high or medium, or torch's newer names for it on GPUs and CPUs."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program has used the newer setting, and torch refuses to translate it
+        backends: Any = torch.backends
+        return f"{backends.cuda.matmul.fp32_precision}, CPU {backends.mkldnn.matmul.fp32_precision}"
 
 
 def threads_of_a_rank(exact: bool, local_world_size: int) -> int:
