@@ -1,4 +1,4 @@
-"""The exchange of `reduction.Tree`: sums over all ranks in the order of `tree`.
+"""The exchange of `reduction.TreeReduction`: sums over all ranks in the order of `tree`.
 
 A bucket of n numbers is cut into one chunk for each rank:
 

@@ -1,7 +1,7 @@
 """The sum of the ranks' gradients: the stock all-reduce, or a sum whose order does not depend on the ranks.
 
-`AllReduce` (`--reduce ring`) is DDP's default; its last bits depend on the number of ranks. `Tree` adds the gradients
-of the micro-batches in the order of `tree`. Each is a `Reduction`, whose hook DDP calls for each bucket of gradients as
+`AllReduce` (`--reduce ring`) is DDP's default; its last bits depend on the number of ranks. `TreeReduction` adds the
+micro-batches' gradients in the order of `tree`. DDP calls the hook of a `Reduction` for each bucket of gradients as
 soon as backward has filled it, so that the exchange overlaps the rest of backward. Where micro-batches may leave
 parameters unused, the tree exchanges all gradients after backward, without DDP: DDP's own collective about used
 parameters and those of the tree's thread could run in different orders, which breaks NCCL.
@@ -117,7 +117,7 @@ class AllReduce(Reduction):
         return wait
 
 
-class Tree(Reduction):
+class TreeReduction(Reduction):
     """Sums in the order of the tree: the same bits on any number of ranks.
 
     With `unused`, micro-batches may leave parameters without a gradient. Missing gradients count as +0.0; a parameter

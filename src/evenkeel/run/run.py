@@ -213,7 +213,7 @@ class Run:
         made = (VerifiedLoss if self.verification.needed else DistributedLoss)(
             loss, self.state, self.world, self.plan, config, network=network,
             unused=self.task.unused_parameters, collectives=self.task.collectives,
-            arrivals=self.step_log.arrivals, shares=self.step_log.shares,
+            arrivals=self.step_log.arrivals, balance=self.step_log.balance,
         )  # fmt: skip
         if isinstance(made, VerifiedLoss):
             made.connect(self.verification)
@@ -256,14 +256,14 @@ class Run:
                 if refresh.epoch != loaded:
                     batches, loaded = self._refreshed(refresh, sampler), refresh.epoch
             sampler.set_epoch(epoch, first_step)
-            sampler.counts = self.step_log.shares.counts
+            sampler.counts = self.step_log.balance.counts
             for step in by_step(batches, sampler):
                 if self.asked_to_stop():
                     raise KeyboardInterrupt
                 yield step
                 if self.state.step != step.number + (not self.verification.again):
                     raise wrong_step()
-                if self.state.is_over() or sampler.counts != self.step_log.shares.counts or self.verification.again:
+                if self.state.is_over() or sampler.counts != self.step_log.balance.counts or self.verification.again:
                     break
 
     def _refreshed(self, refresh: Refresh, sampler: ElasticSampler) -> DataLoader[Any]:

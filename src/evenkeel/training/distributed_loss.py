@@ -28,16 +28,16 @@ from ..data.plan import MicroBatch, Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
 from ..distributed.data_parallel import Parallel, parallel
-from ..distributed.reduction import AllReduce, Reduction, Tree
+from ..distributed.reduction import AllReduce, Reduction, TreeReduction
 from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
+from .balance import Balance
 from .checks import check_dense, explain, missing_gradients, same_parts, wrong_backward, wrong_step
 from .loss import Loss, LossFunction
 from .oom import note_batch
 from .optimization import clip_grad_norm
-from .shares import Shares
 from .side_effects import SideEffects
 from .state import State
 from .step_sums import Pass, StepSums
@@ -74,7 +74,7 @@ class DistributedLoss:
             take turns, a step for each.
         arrivals: times the steps of this rank; default: they are not timed.
         collectives: the loss may call collectives.
-        shares: how many micro-batches each rank computes; default: equally many.
+        balance: how many micro-batches each rank computes; default: equally many.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class DistributedLoss:
         network: nn.Module | None = None,
         arrivals: Arrivals | None = None,
         collectives: bool = False,
-        shares: Shares | None = None,
+        balance: Balance | None = None,
     ) -> None:
         config = config or Config()
         self._synced, dp = peers_of(state.model), config.strategy == "dp"
         if network and (self._synced or dp or state.sharding):
             raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
         self.state, self.world, self.plan, self.seed = state, world, plan, config.seed
-        self._shares, self._unused = shares, unused
+        self._balance, self._unused = balance, unused
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
@@ -131,7 +131,7 @@ class DistributedLoss:
         self._loss.step, self._complete = step.number, False
         self._side_effects.begin()
         self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
-        counts = self._shares.counts if self._shares else ()
+        counts = self._balance.counts if self._balance else ()
         shares = self.plan.shares(step.number, self.world.world_size, counts)
         self._arrivals.begin(step.micro_batches)
         with self._explained():
@@ -219,7 +219,7 @@ class DistributedLoss:
         if self.state.sharding:
             return self.state.sharding.reduction
         if config.reduce == "tree":
-            return Tree(self._network, self.world, self._unused)
+            return TreeReduction(self._network, self.world, self._unused)
         return AllReduce(self.world, config.reduce_dtype == "bf16")
 
     def _begin(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
@@ -250,7 +250,7 @@ class DistributedLoss:
         return batches
 
     def _gradient_factor(self, this: Pass) -> Tensor:
-        """The factor on the gradient of a micro-batch's loss: its share of the step's samples, times the loss scale.
+        """The factor on the gradient of a micro-batch's loss: its part of the step's samples, times the loss scale.
         NaN if the loss is not finite, because its gradient might be finite all the same, and all ranks must notice."""
         scale = self.state.scaler.scale.to(this.contribution.device) if self.state.scaler else 1.0
         weight = 1.0 if self._whole else this.weight  # a whole-batch loss has its weight already
