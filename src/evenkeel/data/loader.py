@@ -117,7 +117,7 @@ def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: to
     if not num_workers:
         return None
     made = _make_loader(Seeded(dataset, seed, "train"), _AllEpochs(None), num_workers, device)
-    made.begin()
+    made.new_stream()
     return made
 
 
@@ -192,12 +192,12 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         if not isinstance(self.batch_sampler, _AllEpochs):
-            return self.begin()
+            return self.new_stream()
         sampler = self.batch_sampler.sampler
         assert sampler is not None
         stream, self._stream = self._stream, None
         if stream is None or self._stream_at != (sampler.epoch, sampler.first_step, sampler.counts):
-            stream = self.begin()
+            stream = self.new_stream()
         return self._one_epoch(stream, sampler)
 
     def _one_epoch(self, stream: Iterator[Any], sampler: ElasticSampler) -> Iterator[Any]:
@@ -206,8 +206,8 @@ class Loader(DataLoader[Any]):
                 yield next(stream)
         self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.counts)
 
-    def begin(self) -> Any:
-        """Iterate over the micro-batches; start the loader processes if they are not running."""
+    def new_stream(self) -> Any:
+        """Iterate over the micro-batches from the sampler's position on; start the loader processes if none run."""
         if self.num_workers and self._iterator is None:
             shorten_temp_dir()
             if dist.is_initialized():

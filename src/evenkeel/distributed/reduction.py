@@ -38,7 +38,7 @@ class Reduction:
         self.tap: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
         """Called with parameters and this rank's gradients of them, as views, before DDP reduces them."""
 
-    def begin(self, shares: Sequence[range]) -> None:
+    def begin_step(self, shares: Sequence[range]) -> None:
         """Begin a step with these micro-batches of each rank. The collectives of the previous step are over."""
         self.complete = False
 
@@ -85,9 +85,9 @@ class AllReduce(Reduction):
         self._compressed = compressed and world.world_size > 1
         self._under_way: list[dist.Work] = []
 
-    def begin(self, shares: Sequence[range]) -> None:
+    def begin_step(self, shares: Sequence[range]) -> None:
         """Begin a step."""
-        super().begin(shares)
+        super().begin_step(shares)
         self._under_way.clear()
 
     def catch_up(self) -> None:
@@ -137,9 +137,9 @@ class TreeReduction(Reduction):
         self._exchanges: dict[Any, Exchange] = {}
         self._pipeline = Pipeline(world.devices)
 
-    def begin(self, shares: Sequence[range]) -> None:
+    def begin_step(self, shares: Sequence[range]) -> None:
         """Begin a step."""
-        super().begin(shares)
+        super().begin_step(shares)
         self._shares, self._so_far, self._used = shares, Fold(_add), set()
 
     def accumulate(self, micro_batch: int) -> None:

@@ -234,7 +234,7 @@ class Run:
             batches = self._started_loader.take(sampler)
         else:
             batches = loader(train_set, sampler, "train", config.num_workers, world.device)
-        self.evaluator.begin()
+        self.evaluator.prepare()
         if self.evaluator.owed or (self._unevaluated and state.evaluation_is_due()):
             self._evaluate_and_save()
         # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError

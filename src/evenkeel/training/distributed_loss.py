@@ -129,30 +129,30 @@ class DistributedLoss:
         """
         self.state.clear_gradients()
         self._loss.step, self._complete = step.number, False
-        self._side_effects.begin()
+        self._side_effects.record()
         self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
         counts = self._balance.counts if self._balance else ()
         shares = self.plan.shares(step.number, self.world.world_size, counts)
-        self._arrivals.begin(step.micro_batches)
+        self._arrivals.begin_step(step.micro_batches)
         with self._explained():
             activity.enter(DATA)
-            self.reduction.begin(shares)
+            self.reduction.begin_step(shares)
             if self._synced:
-                self._synced.begin(sum(map(bool, shares)))
+                self._synced.select(sum(map(bool, shares)))
             batches = self._embedded(self._whole, step, shares) if self._whole else step.batches
             # at the yield the loop of train.py runs forward and backward; the rest runs when it asks for the next batch
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
-                placed = self._begin(micro_batch, batch, last := number == len(step.micro_batches))
+                placed = self._begin_pass(micro_batch, batch, last := number == len(step.micro_batches))
                 with nullcontext() if last else self._no_reduction():
                     yield placed
-                self._finish(micro_batch)
+                self._finish_pass(micro_batch)
             self._finish_reduction(step)
         for parameter in self._others:  # of networks that do not learn in this step
             parameter.grad = None
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.task_state:
-            self._sums.begin()  # while the norm is computed; not earlier: a backward pass may change buffers too
+            self._sums.begin_total()  # while the norm is computed; not earlier: a backward pass may change buffers too
         self._complete = True
 
     def __call__(self, batch: Any) -> Tensor:
@@ -222,7 +222,7 @@ class DistributedLoss:
             return TreeReduction(self._network, self.world, self._unused)
         return AllReduce(self.world, config.reduce_dtype == "bf16")
 
-    def _begin(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
+    def _begin_pass(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers; returns its batch on the device."""
         self._pass = self._pass_of(micro_batch, batch, last)
         activity.enter(COMPUTING)
@@ -238,14 +238,14 @@ class DistributedLoss:
         """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
 
         def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
-            placed = self._begin(micro_batch, batch, last=False)  # it reduces nothing
+            placed = self._begin_pass(micro_batch, batch, last=False)  # it reduces nothing
             with self._loss.computing("embed()") as model:
                 found = whole.embed(model, placed, micro_batch.size)
             self.state.buffers.rewind()
             self._arrivals.mark(FORWARD)
             return found
 
-        batches = whole.begin(step, shares, self.plan, self.world, self.seed, first_pass)
+        batches = whole.embed_all(step, shares, self.plan, self.world, self.seed, first_pass)
         self._arrivals.mark(WAITING)
         return batches
 
@@ -256,7 +256,7 @@ class DistributedLoss:
         weight = 1.0 if self._whole else this.weight  # a whole-batch loss has its weight already
         return scale * weight + 0 * this.contribution
 
-    def _finish(self, micro_batch: MicroBatch) -> None:
+    def _finish_pass(self, micro_batch: MicroBatch) -> None:
         """Add what its passes have found to the step's sums."""
         if self._pass.backward_calls != 1:
             raise wrong_backward(self._pass.backward_calls)
