@@ -95,7 +95,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     @classmethod
     def of_run(cls, plan: Plan, dataset: Sized, seed: int, ranks: int, rank: int, how: Assignment) -> ElasticSampler:
-        """The sampler of a run's training data, whose steps are those of the run's plan."""
+        """The sampler of a run's training data; the plan of all its epochs replaces that of a single one."""
         made = cls(dataset, plan.global_batch, plan.micro_batch, num_replicas=ranks, rank=rank, seed=seed)
         made.plan, made.epochs, made.assignment = plan, -(-plan.total_steps // plan.steps_per_epoch), how
         return made
