@@ -120,8 +120,7 @@ class Run:
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
-        run_dir = os.path.abspath(config.run_dir or "")  # noqa: PTH100  (the task may change the working directory)
-        config = replace(config, run_dir=Path(run_dir))
+        config = replace(config, run_dir=Path(os.path.abspath(config.run_dir or "")))  # noqa: PTH100  (a task may chdir)
         interruption = interruption or Interruption(config.grace)  # handles signals from here on
         with no_exit():
             # this node's copy of the run; `Attempt.begin` compares those of all nodes
@@ -129,12 +128,12 @@ class Run:
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
             model, why_not_meta = build_model_of_rank(config, task, world)
-            # options and what is recorded -> options with the cut decided (training/cut.py). `config` keeps them as
-            # typed: this node's record may be old, so `Attempt.begin` decides the cut again, by those of all nodes
+            # from what is recorded to the options with the cut. `provisional` has the cut that this node has recorded,
+            # which may be old; `Attempt.begin` decides it by the records of all nodes, from `config`, which has none
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
-            cut_config = cutter(recorded)
-            plan = _plan_of(cut_config, sets[TRAINING])
-            state = build_state(cut_config, task, world, plan, model, sets)
+            provisional = cutter(recorded)
+            plan = _plan_of(provisional, sets[TRAINING])
+            state = build_state(provisional, task, world, plan, model, sets)
             attempt = Attempt(config, task, plan, world, sets, cutter)
             interruption.rescue_with(attempt.stopped)  # until there is a state to save
 
