@@ -20,7 +20,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1694,
     "config": 593,
-    "data": 3144,
+    "data": 3130,
     "distributed": 2424,
     "resilience": 1662,
     "training": 6488,
@@ -29,7 +29,7 @@ BUDGET = {
     "mirror": 558,
     "launch": 2999,
     "cli": 7479,
-    "time_travel": 1679,
+    "time_travel": 1692,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -226,17 +226,15 @@ class State:
     def begin_capture(
         self, until: float = FOREVER, staging: Staging | None = None, final: bool = False
     ) -> Callable[[], dict[str, Any]]:
-        """Block commits until the returned function has captured the state. Any thread may call that function, once.
-
-        So the state is copied during the forward and backward passes of the next step, and only its commit waits. The
-        arguments are those of :meth:`capture`, which is this and the call; the function raises Torn too.
+        """Do the first two steps of a copy (`seqlock`), and return the function that does the others, once, in any
+        thread; until then no commit begins. The arguments are those of :meth:`capture`; both raise Torn.
         """
         with ExitStack() as stack:
             stack.enter_context(self._seqlock.hold(until, final))
             if self.schedulers and self.schedulers.broken:
                 raise Torn("a scheduler has failed in the middle of its step")
             queued, live = self._seqlock.queued, self._live()
-            # `done` first and `begun` last, as seqlock.py requires
+            # `done`, a number for each device, is first in `live`, and `begun` last
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             locked = stack.pop_all()
 
@@ -260,7 +258,7 @@ class State:
         staging.pin(self._live())
 
     def _live(self) -> dict[str, Any]:
-        """The committed state itself, in the order in which it must be copied; of divided tensors this rank's rows."""
+        """The committed state itself, in the order of a copy (`seqlock`); of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
         learned = dict(zip(self._parameters_by_name, local_rows(self._parameters_by_name.values()), strict=True))
         learned |= {name: self.buffers.committed[first] for name, first in self._buffer_aliases.items()}
