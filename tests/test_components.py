@@ -20,16 +20,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1694,
     "config": 593,
-    "data": 3130,
+    "data": 3132,
     "distributed": 2424,
     "resilience": 1662,
-    "training": 6488,
-    "run": 6728,
+    "training": 6495,
+    "run": 6737,
     "tasks": 2284,
     "mirror": 558,
     "launch": 2999,
     "cli": 7479,
-    "time_travel": 1692,
+    "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 
