@@ -157,7 +157,7 @@ class _AllEpochs:
         while True:
             yield from ahead
             ahead.set_epoch(ahead.epoch + 1)
-            if ahead.epoch == ahead.epochs or not ahead.micro_batches(0):  # this rank idles
+            if ahead.epoch == ahead.epochs or not ahead.micro_batches(ahead.steps().start):  # it idles
                 return
 
     def __len__(self) -> int:

@@ -106,7 +106,7 @@ class ElasticSampler(DistributedSampler[Any]):
         self.first_step = first_step
 
     def __iter__(self) -> Iterator[Indices]:
-        if not self.micro_batches(0):  # idle in every step, as no step has more micro-batches; a stream never ends
+        if not self.micro_batches(self.steps().start):  # idle to the end of the epoch, and that of a stream is far
             return
         mine = (micro_batch for step in self.steps() for micro_batch in self.micro_batches(step))
         while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):
