@@ -20,10 +20,10 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1694,
     "config": 593,
-    "data": 3132,
+    "data": 3124,
     "distributed": 2424,
     "resilience": 1662,
-    "training": 6495,
+    "training": 6491,
     "run": 6737,
     "tasks": 2284,
     "mirror": 558,

@@ -124,18 +124,11 @@ def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: to
 def _make_loader(
     dataset: Seeded, sampler: Iterable[Indices], num_workers: int, device: torch.device, persistent: bool = True
 ) -> Loader:
-    return Loader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=unchanged,
-        pin_memory=device.type == "cuda",
-        persistent_workers=persistent and num_workers > 0,
-        worker_init_fn=outlive_signals,
-    )
+    pin, keep = device.type == "cuda", persistent and num_workers > 0
+    return Loader(dataset, num_workers, batch_sampler=sampler, pin_memory=pin, persistent_workers=keep)
 
 
-def unchanged(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     """The batch itself: `Seeded` has collated it."""
     return batch
 
@@ -182,6 +175,7 @@ class Loader(DataLoader[Any]):
         chosen = multiprocessing.get_start_method(allow_none=True)
         if num_workers and sys.platform == "linux" and chosen in (None, multiprocessing.get_all_start_methods()[0]):
             options["multiprocessing_context"] = "fork"
+        options |= {"collate_fn": _unchanged, "worker_init_fn": outlive_signals}
         super().__init__(dataset, num_workers=num_workers, **options)
 
     def take(self, sampler: ElasticSampler) -> Loader:

@@ -86,10 +86,6 @@ class Seqlock:
             if held and not final:
                 self._host.release()
 
-    def lags(self, step: int, queued: int) -> bool:
-        """Whether a GPU is at another step than the one the host has queued."""
-        return bool(self._ends) and step != queued
-
     def wait(self, until: float) -> None:
         """Wait until the devices have finished the last commit, unless they hang: at most :data:`COMMIT_TIMEOUT`, or
         without a limit if ``until`` is FOREVER."""
