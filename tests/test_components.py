@@ -21,7 +21,7 @@ BUDGET = {
     "common": 1694,
     "config": 593,
     "data": 3124,
-    "distributed": 2424,
+    "distributed": 2425,
     "resilience": 1662,
     "training": 6491,
     "run": 6737,

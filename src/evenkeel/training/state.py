@@ -87,13 +87,13 @@ class State:
         """Steps skipped since this process began."""
         self.last_skipped = 0
         """The number of the last skipped step, counted from 1."""
-        self._saved = list(model.state_dict(keep_vars=True))  # names, tied ones too; no non-persistent buffers
+        self._saved_names = list(model.state_dict(keep_vars=True))  # tied ones too, no non-persistent buffers
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
         # the first name of each; `divide` puts this rank's rows in place of the parameters
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))  # tied: by each name
-        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved}
+        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved_names}
         first = dict[Tensor, str]()  # names; a layer that the model has twice has two
         self._buffer_aliases = {name: first.setdefault(buffer, name) for name, buffer in buffers.items()}  # to first
         self.buffers = Buffers({name: buffer for buffer, name in first.items()}, model)
@@ -262,11 +262,11 @@ class State:
         # a loss may be computing with other weights right now, by torch.func.functional_call
         learned = dict(zip(self._parameters_by_name, local_rows(self._parameters_by_name.values()), strict=True))
         learned |= {name: self.buffers.committed[first] for name, first in self._buffer_aliases.items()}
-        if not learned.keys() >= set(self._saved):  # get_extra_state() may add more
+        if not learned.keys() >= set(self._saved_names):  # get_extra_state() may add more
             learned = self.model.state_dict(keep_vars=True) | learned
         live = {
             "done": self._seqlock.done,
-            "model": {name: learned[name].detach() for name in self._saved},  # here: that of a DTensor is slow
+            "model": {name: learned[name].detach() for name in self._saved_names},  # here: that of a DTensor is slow
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._optional_parts(),
         }
