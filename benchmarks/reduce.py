@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import Step
-from evenkeel.distributed.reduction import Tree
+from evenkeel.distributed.reduction import TreeReduction
 from evenkeel.distributed.world import World
 from evenkeel.tasks.models import SmallCNN
 from evenkeel.training.classification import Classification
@@ -93,10 +93,10 @@ def steps(side: Side, name: str, plan: Plan, world: World) -> Iterator[int]:
         for batch in gradients.micro_batches(Step(0, mine, iter(batches))):
             gradients.backward(gradients(batch))
         _ = gradients.loss
-        yield kept(gradients.reduction) if isinstance(gradients.reduction, Tree) else 0
+        yield kept(gradients.reduction) if isinstance(gradients.reduction, TreeReduction) else 0
 
 
-def kept(tree: Tree) -> int:
+def kept(tree: TreeReduction) -> int:
     """Bytes of the exchanges' memory."""
     memory = [t for exchange in tree._exchanges.values() for t in exchange._memory._tensors.values()]
     return sum(tensor.nbytes for tensor in [*memory, *tree._memory._tensors.values()])

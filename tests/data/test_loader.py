@@ -36,7 +36,7 @@ from evenkeel.common.errors import EndedByData
 from evenkeel.data.batch import to_device
 from evenkeel.data.dataset import InMemory, Limited, limited
 from evenkeel.data.loader import Seeded, loader
-from evenkeel.data.plan import MicroBatch
+from evenkeel.data.plan import ENDLESS, MicroBatch
 from evenkeel.data.sampler import ElasticSampler, Indices, by_step
 from evenkeel.data.shuffle import shuffled
 from tests.support.processes import LIMIT
@@ -323,6 +323,13 @@ def test_by_step_gives_every_step_also_to_a_rank_that_has_nothing_to_do_in_it(
     sampler.set_epoch(1)
     found = [(s, [m.id for m in mine], [list(b) for b in batches]) for s, mine, batches in by_step(sampler, sampler)]
     assert found == expected
+
+
+def test_an_idle_rank_does_not_search_an_endless_stream_for_its_first_micro_batch() -> None:
+    data = Untouched(ENDLESS)
+    sampler = ElasticSampler(data, 8, 4, num_replicas=3, rank=2)
+    found = [*islice(by_step(loader(data, sampler, "train", 1, CPU), sampler), 3)]
+    assert [(step, mine, [*batches]) for step, mine, batches in found] == [(0, [], []), (1, [], []), (2, [], [])]
 
 
 # ------------------------------------------------------------------------------------------------- random numbers

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.data.plan import ENDLESS, Assignment, Plan, assigned, contiguous_part, read_cut
+from evenkeel.data.plan import ENDLESS, Assignment, Plan, assigned, contiguous_part
+from evenkeel.run.fingerprint import read_cut
 
 patient = settings(deadline=None)  # a busy machine is no failure
 

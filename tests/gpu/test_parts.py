@@ -81,7 +81,7 @@ def test_a_ranks_arrivals_are_timed_on_the_stream_and_the_host_does_not_wait() -
     it = Arrivals(WORLD)
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    it.begin([MicroBatch(0, 0, 0, 4)])
+    it.begin_step([MicroBatch(0, 0, 0, 4)])
     it.mark(LOADING)
     torch.cuda._sleep(CYCLES)
     it.mark(FORWARD)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import evenkeel
 from evenkeel.run import fingerprint as fingerprint_module
 from evenkeel.run.checkpoint import read_manifest
-from evenkeel.run.fingerprint import COMPUTING, UNSET, describe, differences, differences_among_ranks, fingerprint
+from evenkeel.run.fingerprint import COMPUTING, UNSET, describe, differences, fingerprint, rank_differences
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.registry import load_task
 from evenkeel.training.determinism import EXACT_NCCL, fix_arithmetic
@@ -175,7 +175,7 @@ def test_differences_in_words() -> None:
     }
     assert differences({}, {"a": "1"}) == {"fingerprint": ("(none)", "kept")}, "a checkpoint of an older release"
     ranks = [{"model": "A"}, {"model": "A"}, {"model": "B"}, {"model": "B"}, {"model": "C"}]
-    among = differences_among_ranks(ranks)
+    among = rank_differences(ranks)
     assert among == {"model of ranks 2-3": ("A", "B"), "model of rank 4": ("A", "C")}
     assert describe(among) == "model of ranks 2-3 A -> B, model of rank 4 A -> C"
     assert describe({str(i): ("x", "y") for i in range(10)}, most=1) == "0 x -> y and 9 more"

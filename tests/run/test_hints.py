@@ -15,34 +15,34 @@ QUIET = Figures(600.0, {"productive": 0.9, "data": 0.05, "evaluation": 0.04, "ch
 def test_a_run_without_a_flaw_gets_none() -> None:
     assert hints(QUIET) == {}
     assert hints(replace(QUIET, memory=None)) == {}
-    slow = replace(QUIET, shares={"evaluation": 0.5, "checkpoint": 0.5}, eval_every=0, checkpoint_every=0)
+    slow = replace(QUIET, parts={"evaluation": 0.5, "checkpoint": 0.5}, eval_every=0, checkpoint_every=0)
     assert hints(slow) == {}, "there is no option to change"
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("data", {"shares": {"data": 0.38}}, {"shares": {"data": 0.19}}, "data wait 38 %: try --num-workers 4"),
+    ("data", {"parts": {"data": 0.38}}, {"parts": {"data": 0.19}}, "data wait 38 %: try --num-workers 4"),
     (
         "data",
-        {"shares": {"data": 0.38}, "num_workers": 6, "cores": 8},
-        {"shares": {"data": 0.1}, "num_workers": 6},
+        {"parts": {"data": 0.38}, "num_workers": 6, "cores": 8},
+        {"parts": {"data": 0.1}, "num_workers": 6},
         "data wait 38 %: try --num-workers 8",
     ),
     (
         "data",
-        {"shares": {"data": 0.38}, "num_workers": 8, "cores": 8},
-        {"shares": {"data": 0.1}, "num_workers": 8},
+        {"parts": {"data": 0.38}, "num_workers": 8, "cores": 8},
+        {"parts": {"data": 0.1}, "num_workers": 8},
         "data wait 38 %: make samples cheaper to read, docs/data.md",
     ),
     (
         "evaluation",
-        {"shares": {"evaluation": 0.45}, "eval_every": 100},
-        {"shares": {"evaluation": 0.29}},
+        {"parts": {"evaluation": 0.45}, "eval_every": 100},
+        {"parts": {"evaluation": 0.29}},
         "evaluation takes 45 % of the time: try --eval-every 400",
     ),
     (
         "checkpoint",
-        {"shares": {"checkpoint": 0.12}, "checkpoint_every": 50},
-        {"shares": {"checkpoint": 0.09}},
+        {"parts": {"checkpoint": 0.12}, "checkpoint_every": 50},
+        {"parts": {"checkpoint": 0.09}},
         "checkpoints take 12 % of the time: try --checkpoint-every 200",
     ),
     ("memory", {"memory": 0.97}, {"memory": 0.94}, "GPU memory is 97 % full: a smaller --micro-batch leaves room"),
@@ -65,6 +65,6 @@ def test_a_hint_and_its_control(subject: str, bad: dict[str, Any], good: dict[st
 
 
 def test_at_most_two_at_a_time() -> None:
-    worst = replace(QUIET, shares={"data": 0.25, "evaluation": 0.35, "checkpoint": 0.2}, memory=0.99)
+    worst = replace(QUIET, parts={"data": 0.25, "evaluation": 0.35, "checkpoint": 0.2}, memory=0.99)
     assert list(hints(worst)) == ["memory", "data"]
     assert MOST == 2

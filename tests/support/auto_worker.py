@@ -64,7 +64,7 @@ def outcome(world: World) -> list[dict[str, Any]]:
     found["tensors"] = names.keys() == whole.keys() and all(torch.equal(whole[it], names[it]) for it in names)
     found["gradients"] = any(parameter.grad is not None for parameter in state.model.parameters())
     if "number" in found:
-        state.sharding.reduction.begin([range(world.world_size)])
+        state.sharding.reduction.begin_step([range(world.world_size)])
         task.loss(state.model, torch.stack([train_set[number] for number in range(found["number"])])).backward()
         found["learns"] = all(parameter.grad is not None for parameter in state.parameters)
     return world.gather(found)

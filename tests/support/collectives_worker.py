@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.exchange import Exchange
-from evenkeel.distributed.reduction import Tree
+from evenkeel.distributed.reduction import TreeReduction
 from evenkeel.distributed.sync_batchnorm import synchronise
 from evenkeel.distributed.world import World
 from evenkeel.resilience import flight_recorder
@@ -103,7 +103,7 @@ def callers(world: World, gradients: DistributedLoss) -> int:
 def callers_by_ddp(world: World) -> int:
     """The control: DDP looks for unused parameters, and the tree's thread has its own group, or gloo would hang."""
     gradients = made(world, True, "tree")
-    reduction = Tree(gradients.state.model, world, unused=False)
+    reduction = TreeReduction(gradients.state.model, world, unused=False)
     loss = Loss(gradients.state.model, Way(True).loss)
     ddp = DistributedDataParallel(loss, gradient_as_bucket_view=True, find_unused_parameters=True)
     ddp.register_comm_hook(None, reduction.hook)

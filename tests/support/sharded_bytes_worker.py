@@ -73,7 +73,7 @@ def one_step(world: World) -> dict[str, Any]:
     ranks = int(sys.argv[4]) if len(sys.argv) > 4 else world.world_size
     sharding = Sharding(model, None, [], task, world, precision, ranks)
     reduction = sharding.reduction
-    reduction.begin([range(micro_batches)])
+    reduction.begin_step([range(micro_batches)])
     with Wire(sharding._owners) as wire:
         for _ in range(-(-micro_batches // world.world_size)):
             own = reduction.present.start + world.rank

@@ -66,7 +66,7 @@ def one_step(world: World) -> dict[str, str]:
     micro_batches, ranks, rank, task = int(sys.argv[2]), world.world_size, world.rank, Sharded()
     sharding, model = sharded(world)
     reduction = sharding.reduction
-    reduction.begin([range(micro_batches)])
+    reduction.begin_step([range(micro_batches)])
     for _ in range(-(-micro_batches // ranks)):
         own = reduction.round * ranks + rank
         number = own if own < micro_batches else 0

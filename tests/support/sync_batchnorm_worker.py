@@ -109,7 +109,7 @@ def layer_of(norm: nn.Module, peers: Peers) -> nn.Module:
 def found(world: World) -> dict[str, dict[str, float]]:
     count, peers = world.world_size - 1, Peers()
     peers.connect([count, 1])
-    peers.begin(count)
+    peers.select(count)
     return {name: case(name, world, peers) for name in CASES}
 
 

@@ -318,7 +318,7 @@ def test_a_step_is_given_to_batch_loss_and_batches_are_loaded_once() -> None:
 
 def test_the_wait_for_other_ranks_between_the_passes_is_not_a_ranks_own_time() -> None:
     arrivals, begun = Arrivals(replace(ALONE, world_size=2)), time.perf_counter()
-    arrivals.begin(PLAN.micro_batches(0)[:1])
+    arrivals.begin_step(PLAN.micro_batches(0)[:1])
     for part in (LOADING, FORWARD, WAITING, FORWARD, BACKWARD):
         time.sleep(0.2 * (part == WAITING))
         arrivals.mark(part)

@@ -18,7 +18,7 @@ from rich.live import Live
 from ..common.display import Line, styled
 from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
-from ..common.naming import TRAIN, eta, figures, in_epoch, progress, rates, shares, shown
+from ..common.naming import TRAIN, eta, figures, in_epoch, progress, rates, shown, time_spent
 from ..resilience.interruption import KEYBOARD, STOPPED
 from ..run.records import LINE_SECONDS, goodput_to_show, is_run, read_config, values_of, verified
 from .status import STYLES, Metrics, RunStatus, headline, status_of
@@ -130,12 +130,12 @@ class _Follower:
         return f"step {step}: {kind}: {record['reason']}" if isinstance(record.get("reason"), str) else ""
 
     def facts(self, record: dict[str, Any], run: RunStatus) -> tuple[str, list[str], list[str], list[str]]:
-        """Epoch, metrics, speed and shares of the time, at a training record."""
+        """Epoch, metrics, speed and how the time is spent, at a training record."""
         epoch, steps = record.get("epoch"), self.config.get("max_steps")
         epochs = None if steps and steps == run.total_steps else self.config.get("epochs")
         at = in_epoch(math.ceil(epoch), epochs) if isinstance(epoch, int | float) and epoch > 0 else ""
         productive = goodput_to_show(run.goodput, run.seconds, run.starts)
-        return at, figures(self.values), rates(record), shares(record, productive)
+        return at, figures(self.values), rates(record), time_spent(record, productive)
 
     def panel(self, run: RunStatus) -> Group:
         """The line with the bar, as on the job's own terminal; below it the reason of the state, and hints."""

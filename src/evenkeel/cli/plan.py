@@ -34,7 +34,7 @@ class PlanCommand:
         from ..data.streams import stream_of
         from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
-        from ..training.shares import first_shares
+        from ..training.balance import first_counts
         from ..training.task_data import training_set
         from ..training.whole_batch import of_whole_batches
 
@@ -65,7 +65,7 @@ class PlanCommand:
         if of_whole_batches(task):
             say("each micro-batch is embedded twice: batch_loss() is over all samples of a step, and then its gradient")
         self._say_divided(config, task)
-        unequal = first_shares(config, plan, self.world_size)
+        unequal = first_counts(config, plan, self.world_size)
         for name, step in steps.items():
             say(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker in range(self.world_size):

@@ -61,10 +61,10 @@ def rates(values: Mapping[str, Any]) -> list[str]:
     return [f"{rate:,.0f} {unit}/s" for unit, rate in known.items() if rate is not None]
 
 
-def shares(values: Mapping[str, Any], goodput: float | None) -> list[str]:
+def time_spent(values: Mapping[str, Any], goodput: float | None) -> list[str]:
     """How a run spends its time, from a training record: ["data wait 3 %", "goodput 71 %"]."""
     known = {"MFU": values.get(f"{TRAIN}/mfu"), "data wait": values.get(f"{TRAIN}/data_wait"), "goodput": goodput}
-    return [f"{name} {100 * share:.0f} %" for name, share in known.items() if share is not None]
+    return [f"{name} {100 * part:.0f} %" for name, part in known.items() if part is not None]
 
 
 def in_epoch(epoch: int, epochs: int | None) -> str:

@@ -22,11 +22,10 @@ from torch.utils.data import Dataset
 
 from ..common.errors import Refusal, place_of
 from ..common.naming import TRAIN
-from ..common.processes import outlive_signals
 from ..config import Config
 from .batch import dense, with_parts
 from .dataset import SizedDataset
-from .loader import Loader, Seeded, unchanged
+from .loader import Loader, Seeded
 from .plan import MicroBatch
 from .randomness import generators_kept
 from .sampler import Indices
@@ -52,8 +51,7 @@ CLOSE = 0.02
 
 def in_order(dataset: Dataset[Any], numbers: Sequence[int], in_worker: bool) -> list[Any]:
     """Read these items of a data set, here or in one loader process."""
-    options: dict[str, Any] = {"collate_fn": unchanged, "worker_init_fn": outlive_signals}
-    return list(Loader(dataset, batch_size=None, sampler=numbers, num_workers=int(in_worker), **options))
+    return list(Loader(dataset, batch_size=None, sampler=numbers, num_workers=int(in_worker)))
 
 
 def one_sample(dataset: SizedDataset, seed: int, in_worker: bool) -> Any:

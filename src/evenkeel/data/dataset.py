@@ -51,11 +51,11 @@ def limited(dataset: SizedDataset, samples: int, method: str = "train_dataset") 
     return Limited(dataset, [i * size // samples for i in range(samples)])
 
 
-def split(dataset: SizedDataset, share: float, seed: int) -> tuple[Limited, Limited]:
-    """Split off a share of a data set: return the rest and the share; depends on the number of samples and the seed."""
+def split(dataset: SizedDataset, fraction: float, seed: int) -> tuple[Limited, Limited]:
+    """Split off a fraction of a data set: return the rest and that; depends on the number of samples and the seed."""
     size = length(dataset, "train_dataset")
     order = shuffled(np.arange(size, dtype=np.uint64), size, seed, 0)
-    cut = min(max(1, round(share * size)), size)
+    cut = min(max(1, round(fraction * size)), size)
     return Limited(dataset, sorted(order[cut:].tolist())), Limited(dataset, sorted(order[:cut].tolist()))
 
 

@@ -117,25 +117,18 @@ def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: to
     if not num_workers:
         return None
     made = _make_loader(Seeded(dataset, seed, "train"), _AllEpochs(None), num_workers, device)
-    made.begin()
+    made.new_stream()
     return made
 
 
 def _make_loader(
     dataset: Seeded, sampler: Iterable[Indices], num_workers: int, device: torch.device, persistent: bool = True
 ) -> Loader:
-    return Loader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=unchanged,
-        pin_memory=device.type == "cuda",
-        persistent_workers=persistent and num_workers > 0,
-        worker_init_fn=outlive_signals,
-    )
+    pin, keep = device.type == "cuda", persistent and num_workers > 0
+    return Loader(dataset, num_workers, batch_sampler=sampler, pin_memory=pin, persistent_workers=keep)
 
 
-def unchanged(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     """The batch itself: `Seeded` has collated it."""
     return batch
 
@@ -157,7 +150,7 @@ class _AllEpochs:
         while True:
             yield from ahead
             ahead.set_epoch(ahead.epoch + 1)
-            if ahead.epoch == ahead.epochs or not any(map(ahead.micro_batches, ahead.steps())):  # this rank idles
+            if ahead.epoch == ahead.epochs or not ahead.micro_batches(ahead.steps().start):  # it idles
                 return
 
     def __len__(self) -> int:
@@ -182,6 +175,7 @@ class Loader(DataLoader[Any]):
         chosen = multiprocessing.get_start_method(allow_none=True)
         if num_workers and sys.platform == "linux" and chosen in (None, multiprocessing.get_all_start_methods()[0]):
             options["multiprocessing_context"] = "fork"
+        options |= {"collate_fn": _unchanged, "worker_init_fn": outlive_signals}
         super().__init__(dataset, num_workers=num_workers, **options)
 
     def take(self, sampler: ElasticSampler) -> Loader:
@@ -192,12 +186,12 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         if not isinstance(self.batch_sampler, _AllEpochs):
-            return self.begin()
+            return self.new_stream()
         sampler = self.batch_sampler.sampler
         assert sampler is not None
         stream, self._stream = self._stream, None
         if stream is None or self._stream_at != (sampler.epoch, sampler.first_step, sampler.counts):
-            stream = self.begin()
+            stream = self.new_stream()
         return self._one_epoch(stream, sampler)
 
     def _one_epoch(self, stream: Iterator[Any], sampler: ElasticSampler) -> Iterator[Any]:
@@ -206,8 +200,8 @@ class Loader(DataLoader[Any]):
                 yield next(stream)
         self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.counts)
 
-    def begin(self) -> Any:
-        """Iterate over the micro-batches; start the loader processes if they are not running."""
+    def new_stream(self) -> Any:
+        """Iterate over the micro-batches from the sampler's position on; start the loader processes if none run."""
         if self.num_workers and self._iterator is None:
             shorten_temp_dir()
             if dist.is_initialized():

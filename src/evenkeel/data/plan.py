@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def cut(self) -> str:
-        """A description of the cut, for comparison with another start's."""
+        """A description of the cut, for comparison with another start's; `run.fingerprint.read_cut` reads it."""
         if self.full_count == 1:
             return "a whole step"
         return f"1/{self.full_count} of a step" if self.full_count else str(self.micro_batch)
@@ -187,18 +187,6 @@ class Plan:
         if samples == self.global_batch:
             return self.full_count
         return min(max(1, samples // 2), max(at_least, self.full_count))
-
-
-def read_cut(text: str) -> tuple[str, int]:
-    """The option and its value that make a cut, from the description by `Plan.cut`.
-
-    >>> read_cut("1/3 of a step"), read_cut("a whole step"), read_cut("4")
-    (('micro_batches', 3), ('micro_batches', 1), ('micro_batch', 4))
-    """
-    if text.isdecimal():
-        return "micro_batch", int(text)
-    number = text.removeprefix("1/").removesuffix(" of a step")
-    return "micro_batches", 1 if number == "a whole step" else int(number)
 
 
 def contiguous_part(total: int, index: int, parts: int) -> range:

@@ -95,7 +95,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     @classmethod
     def of_run(cls, plan: Plan, dataset: Sized, seed: int, ranks: int, rank: int, how: Assignment) -> ElasticSampler:
-        """The sampler of a run's training data, whose steps are those of the run's plan."""
+        """The sampler of a run's training data; the plan of all its epochs replaces that of a single one."""
         made = cls(dataset, plan.global_batch, plan.micro_batch, num_replicas=ranks, rank=rank, seed=seed)
         made.plan, made.epochs, made.assignment = plan, -(-plan.total_steps // plan.steps_per_epoch), how
         return made
@@ -106,6 +106,8 @@ class ElasticSampler(DistributedSampler[Any]):
         self.first_step = first_step
 
     def __iter__(self) -> Iterator[Indices]:
+        if not self.micro_batches(self.steps().start):  # idle to the end of the epoch, and that of a stream is far
+            return
         mine = (micro_batch for step in self.steps() for micro_batch in self.micro_batches(step))
         while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):
             positions = [np.arange(each.start, each.start + each.size, dtype=np.uint64) for each in block]

@@ -5,9 +5,9 @@
 - `devices`: GPUs by torch's number and the machine's; refusals if GPUs are missing.
 - `exits`: from an exception to an exit code and one line on stderr.
 - `tree`: the binary tree over micro-batch ids in which `--reduce tree` adds.
-- `reduction`: `AllReduce`, the stock all-reduce, and `Tree`, the same bits on any number of ranks; both are DDP hooks.
+- `reduction`: the stock `AllReduce`, and `TreeReduction`, the same bits on any number of ranks; both are DDP hooks.
 - `sharded_reduction`: with `--shard on`, FSDP2's reduce-scatter in the order of the tree.
-- `exchange`: how ranks exchange their sums for `Tree`, in a thread beside the backward pass.
+- `exchange`: how ranks exchange their sums for `TreeReduction`, in a thread beside the backward pass.
 - `data_parallel`: all of `--strategy dp`, `nn.DataParallel`.
 - `placement`: `--place` and `--model-parallel`, a model on several devices of one process.
 - `sync_batchnorm`: `--sync-batchnorm`, BatchNorm over the global batch on CPUs and GPUs.

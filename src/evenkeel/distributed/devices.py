@@ -51,11 +51,11 @@ def device_name(device: torch.device) -> str:
 def explain_devices(local_world_size: int, gpus: int, each: int = 1) -> str:
     """Say why a node's processes, with `each` GPUs a process, do not fit on its GPUs, and which they would get."""
 
-    def share(rank: int) -> str:
+    def gpus_of(rank: int) -> str:
         numbers = range(rank * each, rank * each + each)
         return " and ".join(device_name(torch.device("cuda", n)) if n < gpus else "none" for n in numbers)
 
-    got = ", ".join(f"local rank {rank} -> {share(rank)}" for rank in range(local_world_size))
+    got = ", ".join(f"local rank {rank} -> {gpus_of(rank)}" for rank in range(local_world_size))
     names = _visible()
     if len(names) > gpus:
         got += f"; the entry {names[gpus]} is not a GPU of this machine, so CUDA ignores it and all after it"

@@ -1,4 +1,4 @@
-"""The exchange of `reduction.Tree`: sums over all ranks in the order of `tree`.
+"""The exchange of `reduction.TreeReduction`: sums over all ranks in the order of `tree`.
 
 A bucket of n numbers is cut into one chunk for each rank:
 
@@ -147,7 +147,8 @@ class Pipeline:
                             job.future.set_exception(broken)  # type: ignore[arg-type]
 
     def _one_pass(self, taken: list[FullBucket]) -> None:
-        under_way: list[Iterator[bool]] = []  # the newest first
+        # each bucket goes through one stage in a round, the newest first: its chunks before the sums of the one before
+        under_way: list[Iterator[bool]] = []
         while under_way or not taken:
             if not (taken and taken[-1].last):
                 taken.append(self._jobs.get())

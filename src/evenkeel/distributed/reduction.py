@@ -1,7 +1,7 @@
 """The sum of the ranks' gradients: the stock all-reduce, or a sum whose order does not depend on the ranks.
 
-`AllReduce` (`--reduce ring`) is DDP's default; its last bits depend on the number of ranks. `Tree` adds the gradients
-of the micro-batches in the order of `tree`. Each is a `Reduction`, whose hook DDP calls for each bucket of gradients as
+`AllReduce` (`--reduce ring`) is DDP's default; its last bits depend on the number of ranks. `TreeReduction` adds the
+micro-batches' gradients in the order of `tree`. DDP calls the hook of a `Reduction` for each bucket of gradients as
 soon as backward has filled it, so that the exchange overlaps the rest of backward. Where micro-batches may leave
 parameters unused, the tree exchanges all gradients after backward, without DDP: DDP's own collective about used
 parameters and those of the tree's thread could run in different orders, which breaks NCCL.
@@ -38,7 +38,7 @@ class Reduction:
         self.tap: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
         """Called with parameters and this rank's gradients of them, as views, before DDP reduces them."""
 
-    def begin(self, shares: Sequence[range]) -> None:
+    def begin_step(self, shares: Sequence[range]) -> None:
         """Begin a step with these micro-batches of each rank. The collectives of the previous step are over."""
         self.complete = False
 
@@ -85,9 +85,9 @@ class AllReduce(Reduction):
         self._compressed = compressed and world.world_size > 1
         self._under_way: list[dist.Work] = []
 
-    def begin(self, shares: Sequence[range]) -> None:
+    def begin_step(self, shares: Sequence[range]) -> None:
         """Begin a step."""
-        super().begin(shares)
+        super().begin_step(shares)
         self._under_way.clear()
 
     def catch_up(self) -> None:
@@ -117,7 +117,7 @@ class AllReduce(Reduction):
         return wait
 
 
-class Tree(Reduction):
+class TreeReduction(Reduction):
     """Sums in the order of the tree: the same bits on any number of ranks.
 
     With `unused`, micro-batches may leave parameters without a gradient. Missing gradients count as +0.0; a parameter
@@ -137,9 +137,9 @@ class Tree(Reduction):
         self._exchanges: dict[Any, Exchange] = {}
         self._pipeline = Pipeline(world.devices)
 
-    def begin(self, shares: Sequence[range]) -> None:
+    def begin_step(self, shares: Sequence[range]) -> None:
         """Begin a step."""
-        super().begin(shares)
+        super().begin_step(shares)
         self._shares, self._so_far, self._used = shares, Fold(_add), set()
 
     def accumulate(self, micro_batch: int) -> None:

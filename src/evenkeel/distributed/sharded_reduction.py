@@ -84,9 +84,9 @@ class ShardedReduction(Reduction):
         """Whether the sum is complete after this round."""
         return self.present.stop == self.micro_batches
 
-    def begin(self, shares: Sequence[range]) -> None:
+    def begin_step(self, shares: Sequence[range]) -> None:
         """Begin a step, of which only the number of micro-batches counts."""
-        super().begin(shares)
+        super().begin_step(shares)
         self.micro_batches, self.round = max(run.stop for run in shares), 0
 
     def repeats(self, micro_batch: int) -> bool:

@@ -45,8 +45,8 @@ class Peers:
             # because torch's timeout of 10 or 30 minutes might come before the watch for hangs, and explains nothing
             self._groups[count] = dist.new_group(range(count), timeout=timedelta(days=1)) if count > 1 else None
 
-    def begin(self, count: int) -> None:
-        """Begin a step in which this many ranks have a micro-batch."""
+    def select(self, count: int) -> None:
+        """Select the ranks of a step in which this many have a micro-batch."""
         self.count, self.group = count, self._groups.get(count)
 
     def gather(self, mine: Tensor) -> Tensor:

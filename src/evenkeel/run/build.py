@@ -28,6 +28,7 @@ from ..data.randomness import seed_task
 from ..distributed.placement import place
 from ..distributed.sync_batchnorm import synchronise
 from ..distributed.world import World
+from ..training.balance import refuse_unequal
 from ..training.batch_size_finder import Probe
 from ..training.checks import check_model, checked_optimizers
 from ..training.classification import Classification
@@ -41,7 +42,6 @@ from ..training.precision import Scaler
 from ..training.recomputation import recompute
 from ..training.refresh import Refresh, refuse_unrefreshable
 from ..training.schedulers import Schedulers, checked_schedulers
-from ..training.shares import refuse_unequal
 from ..training.state import State
 from ..training.task import Task
 from ..training.task_data import evaluation_sets, has_own_collate, refuse_overlap, training_set

@@ -29,7 +29,7 @@ class Evaluator:
         self.metrics: dict[str, float] = {}
         """Of the present step, by full names; empty if it was not evaluated."""
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """Prepare the sets, and rehearse before the first step, so that an error in metrics does not come only after an
         epoch or at the end."""
         attempt, config = self._attempt, self._attempt.config

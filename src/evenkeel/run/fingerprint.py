@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.naming import listed, name_ranks
-from ..data.plan import read_cut
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +107,7 @@ def differences(old: Fingerprint, new: Fingerprint) -> Differences:
     return {n: (old.get(n, UNSET), new.get(n, UNSET)) for n in names if old.get(n) != new.get(n)}
 
 
-def differences_among_ranks(fingerprints: Sequence[Fingerprint]) -> Differences:
+def rank_differences(fingerprints: Sequence[Fingerprint]) -> Differences:
     """How other ranks differ from rank 0, given all of them in order; each part names its ranks."""
     groups: dict[tuple[str, tuple[str, str]], list[int]] = {}
     for rank, theirs in enumerate(fingerprints):
@@ -128,6 +127,18 @@ def describe(found: Differences, most: int = 8) -> str:
         code = [f"Evenkeel is another version ({len(ours)} files of its code differ)"]
         found = {name: values for name, values in found.items() if name not in ours}
     return listed(code + [f"{name} {old} -> {new}" for name, (old, new) in found.items()], most)
+
+
+def read_cut(text: str) -> tuple[str, int]:
+    """The option and its value that make a cut, from the description by `Plan.cut`.
+
+    >>> read_cut("1/3 of a step"), read_cut("a whole step"), read_cut("4")
+    (('micro_batches', 3), ('micro_batches', 1), ('micro_batch', 4))
+    """
+    if text.isdecimal():
+        return "micro_batch", int(text)
+    number = text.removeprefix("1/").removesuffix(" of a step")
+    return "micro_batches", 1 if number == "a whole step" else int(number)
 
 
 def cut_in_words(cut: str) -> str:

@@ -14,10 +14,10 @@ from ..data.plan import Plan
 from ..distributed.world import World
 
 SETTLED = 20.0
-"""Seconds of training before shares of time are meaningful."""
+"""Seconds of training before parts of time are meaningful."""
 
 WAITING, EVALUATING, SAVING, FULL, EMPTY = 0.2, 0.3, 0.1, 0.95, 0.5
-"""Shares above which there is a hint: of the time, for data, evaluations and checkpoints; of a GPU's memory."""
+"""Parts above which there is a hint: of the time, for data, evaluations and checkpoints; of a GPU's memory."""
 
 MOST = 2
 """Maximum number of hints at a time."""
@@ -25,11 +25,11 @@ MOST = 2
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures that hints depend on. Shares are 0 .. 1."""
+    """The figures that hints depend on. Parts are 0 .. 1."""
 
     seconds: float  # of this attempt, without its start-up
-    shares: Mapping[str, float]  # of that time: "data", "evaluation", "checkpoint"
-    memory: float | None = None  # the largest share of the GPU's memory that was in use; None: no GPU
+    parts: Mapping[str, float]  # of that time: "data", "evaluation", "checkpoint"
+    memory: float | None = None  # the largest part of the GPU's memory that was in use; None: no GPU
     micro_batches: int = 1  # of one rank in a step
     num_workers: int = 0
     cores: int = 8  # of each rank
@@ -45,7 +45,7 @@ def hints(it: Figures) -> dict[str, str]:
     """
     if it.seconds < SETTLED:
         return {}
-    data, evaluation, checkpoint = (it.shares.get(name, 0.0) for name in ("data", "evaluation", "checkpoint"))
+    data, evaluation, checkpoint = (it.parts.get(name, 0.0) for name in ("data", "evaluation", "checkpoint"))
     found = {}
     if it.memory is not None and it.memory > FULL:
         found["memory"] = f"GPU memory is {_percent(it.memory)} full: a smaller --micro-batch leaves room for peaks"
@@ -75,7 +75,7 @@ def measure(config: Config, plan: Plan, world: World) -> Figures:
         memory = torch.cuda.max_memory_reserved(gpu) / torch.cuda.get_device_properties(gpu).total_memory
     return Figures(
         seconds=total,
-        shares={name: seconds / total for name, seconds in spent.items()},
+        parts={name: seconds / total for name, seconds in spent.items()},
         memory=memory,
         micro_batches=len(plan.shares(0, world.world_size)[0]),
         num_workers=config.num_workers,
@@ -85,5 +85,5 @@ def measure(config: Config, plan: Plan, world: World) -> Figures:
     )
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"

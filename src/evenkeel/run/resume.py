@@ -16,14 +16,13 @@ from ..common.errors import Ended, Refusal
 from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
 from ..config import Config
-from ..data.plan import read_cut
 from ..distributed.world import World
 from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
 from ..training.freezing import left_evaluating, unregistered
 from ..training.state import State
 from .checkpoint import Checkpoints, Manifest, await_writer, manifest_of
-from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
+from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, rank_differences, read_cut
 from .records import TAIL, evaluation_in, read_records
 from .run_directory import RunDirectory
 from .saver import Saver
@@ -199,7 +198,7 @@ def compare_bits(present: Sequence[Mapping[str, str]], manifest: Manifest | None
         # a manifest from before this fact was recorded: other cuts were refused then, so the cut is the present one
         cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and manifest.fingerprint}
         found = differences(cut | manifest.fingerprint, present[0])
-    found |= differences_among_ranks(present)
+    found |= rank_differences(present)
     if found and strict:
         raise Refusal(
             f"--strict-bits: from step {manifest.step if manifest else 0} on the bits might differ: {describe(found)}; "

@@ -120,8 +120,7 @@ class Run:
             Ended: the run cannot go on.
         """
         config = config.resolved()  # it may not come from `parse`
-        run_dir = os.path.abspath(config.run_dir or "")  # noqa: PTH100  (the task may change the working directory)
-        config = replace(config, run_dir=Path(run_dir))
+        config = replace(config, run_dir=Path(os.path.abspath(config.run_dir or "")))  # noqa: PTH100  (a task may chdir)
         interruption = interruption or Interruption(config.grace)  # handles signals from here on
         with no_exit():
             # this node's copy of the run; `Attempt.begin` compares those of all nodes
@@ -129,12 +128,12 @@ class Run:
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
             model, why_not_meta = build_model_of_rank(config, task, world)
-            # options and what is recorded -> options with the cut decided (training/cut.py). `config` keeps them as
-            # typed: this node's record may be old, so `Attempt.begin` decides the cut again, by those of all nodes
+            # from what is recorded to the options with the cut. `provisional` has the cut that this node has recorded,
+            # which may be old; `Attempt.begin` decides it by the records of all nodes, from `config`, which has none
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
-            cut_config = cutter(recorded)
-            plan = _plan_of(cut_config, sets[TRAINING])
-            state = build_state(cut_config, task, world, plan, model, sets)
+            provisional = cutter(recorded)
+            plan = _plan_of(provisional, sets[TRAINING])
+            state = build_state(provisional, task, world, plan, model, sets)
             attempt = Attempt(config, task, plan, world, sets, cutter)
             interruption.rescue_with(attempt.stopped)  # until there is a state to save
 
@@ -213,7 +212,7 @@ class Run:
         made = (VerifiedLoss if self.verification.needed else DistributedLoss)(
             loss, self.state, self.world, self.plan, config, network=network,
             unused=self.task.unused_parameters, collectives=self.task.collectives,
-            arrivals=self.step_log.arrivals, shares=self.step_log.shares,
+            arrivals=self.step_log.arrivals, balance=self.step_log.balance,
         )  # fmt: skip
         if isinstance(made, VerifiedLoss):
             made.connect(self.verification)
@@ -234,7 +233,7 @@ class Run:
             batches = self._started_loader.take(sampler)
         else:
             batches = loader(train_set, sampler, "train", config.num_workers, world.device)
-        self.evaluator.begin()
+        self.evaluator.prepare()
         if self.evaluator.owed or (self._unevaluated and state.evaluation_is_due()):
             self._evaluate_and_save()
         # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError
@@ -256,14 +255,14 @@ class Run:
                 if refresh.epoch != loaded:
                     batches, loaded = self._refreshed(refresh, sampler), refresh.epoch
             sampler.set_epoch(epoch, first_step)
-            sampler.counts = self.step_log.shares.counts
+            sampler.counts = self.step_log.balance.counts
             for step in by_step(batches, sampler):
                 if self.asked_to_stop():
                     raise KeyboardInterrupt
                 yield step
                 if self.state.step != step.number + (not self.verification.again):
                     raise wrong_step()
-                if self.state.is_over() or sampler.counts != self.step_log.shares.counts or self.verification.again:
+                if self.state.is_over() or sampler.counts != self.step_log.balance.counts or self.verification.again:
                     break
 
     def _refreshed(self, refresh: Refresh, sampler: ElasticSampler) -> DataLoader[Any]:

@@ -49,7 +49,7 @@ class Saver:
         memory: bool = False,
     ) -> None:
         self.checkpoints, self._devices, self._grace, self._written = checkpoints, devices, grace, written
-        self._shares_memory, self._on_cpu = memory, all(device.type == "cpu" for device in devices)
+        self._keeper_memory, self._on_cpu = memory, all(device.type == "cpu" for device in devices)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._work: Future[float] | None = None
         self._staging = Staging(*devices)
@@ -127,7 +127,7 @@ class Saver:
     def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
         facts = facts_of(self.checkpoints, captured["step"], metrics, kind)
-        return self._shares_memory and rank_memory.store(partial(torch.save, captured), facts)
+        return self._keeper_memory and rank_memory.store(partial(torch.save, captured), facts)
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save the last finished step from this rank, unless another rank of the node has done so; returns the result

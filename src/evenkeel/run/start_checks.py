@@ -14,8 +14,8 @@ from ..data.plan import Plan
 from ..data.streams import stream_of
 from ..distributed.devices import explain_unused
 from ..distributed.world import World
+from ..training.balance import first_counts
 from ..training.precision import substitute
-from ..training.shares import first_shares
 from .records import MIRRORED
 
 
@@ -42,4 +42,4 @@ def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[st
     yield substitute(config.precision, world.device)
     yield explain_unused()
     if stream := stream_of(sets.get(TRAINING)):
-        yield stream.shared(plan, world.world_size, config.num_workers, first_shares(config, plan, world.world_size))
+        yield stream.shared(plan, world.world_size, config.num_workers, first_counts(config, plan, world.world_size))

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..common.naming import TRAIN, in_set
 from ..training.arrivals import Arrivals
+from ..training.balance import Balance
 from ..training.distributed_loss import DistributedLoss
 from ..training.flops import per_sample
 from ..training.loss import LossFunction
 from ..training.memory_parts import PEAK, bytes_of_state, peak
-from ..training.shares import Shares
 from ..training.state import State
 from ..training.task import Task
 from .attempt import Attempt
@@ -38,7 +38,7 @@ class StepLog:
         """When this rank is ready for the reductions; the steps mark it."""
         self.losses: list[LossFunction] = []
         """Those of the job, which is not always the task's alone."""
-        self.shares = Shares(attempt.config, attempt.plan, attempt.world)
+        self.balance = Balance(attempt.config, attempt.plan, attempt.world)
         """How many micro-batches each rank computes."""
         ranks = attempt.path / "ranks.jsonl"
         self._stragglers = Stragglers(ranks, attempt.hosts, attempt.config.shares) if attempt.lead else None
@@ -52,7 +52,7 @@ class StepLog:
         step = self._state.step
         if step % self._attempt.config.log_every == 0:
             self._log(model, norm)
-        if self.shares.decide(step):
+        if self.balance.decide(step):
             self._report_shares(step)
 
     def _log(self, model: DistributedLoss, norm: Tensor) -> None:
@@ -103,7 +103,7 @@ class StepLog:
     def _take_arrivals(self, found: tuple[int, list[list[float]]] | None) -> None:
         if found and self._stragglers:
             self._stragglers.take(*found)
-            self.shares.take(found[1])
+            self.balance.take(found[1])
 
     def _report_shares(self, step: int) -> None:
         attempt, text = self._attempt, self._shares_text()
@@ -111,10 +111,10 @@ class StepLog:
             reason = f"the ranks now compute {text} micro-batches of each step"
             attempt.lead.directory.try_update(shares=text)
             attempt.say(f"step {step}: {reason}")
-            attempt.lead.tracker.event("shares", step, shares=list(self.shares.counts), reason=reason)
+            attempt.lead.tracker.event("shares", step, shares=list(self.balance.counts), reason=reason)
 
     def _shares_text(self) -> str:
-        return ":".join(map(str, self.shares.counts))
+        return ":".join(map(str, self.balance.counts))
 
     def _report_hints(self) -> None:
         """Log a hint when it is new in this run, and store the present ones in status.json."""

@@ -20,7 +20,7 @@ from ..common import display
 from ..common.arguments import lose_stdout
 from ..common.errors import Ended
 from ..common.files import append_json
-from ..common.naming import TRAIN, count_ranks, eta, figures, named, progress, rates, shares, shown
+from ..common.naming import TRAIN, count_ranks, eta, figures, named, progress, rates, shown, time_spent
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..data.plan import Plan
@@ -150,11 +150,11 @@ class Tracker:
         if self._display:
             self._display.metrics = self._latest()
             # the display computes speed and remaining time itself
-            self._display.more = rates(values | {f"{TRAIN}/samples_per_s": None}) + shares(values, productive)
+            self._display.more = rates(values | {f"{TRAIN}/samples_per_s": None}) + time_spent(values, productive)
         elif now - self._last_line >= LINE_SECONDS or step == self.plan.total_steps:
             self._last_line = now
-            words = self.plan.epoch_label(step), *self._latest(), *rates(values), eta(left), *shares(values, productive)
-            say(progress(step, self.plan.total_steps, *words))
+            words = self.plan.epoch_label(step), *self._latest(), *rates(values), eta(left)
+            say(progress(step, self.plan.total_steps, *words, *time_spent(values, productive)))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation, by full names of metrics."""

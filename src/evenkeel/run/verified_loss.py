@@ -56,14 +56,14 @@ class VerifiedLoss(DistributedLoss):
         self.kept, self.mine = None, {}
         return super().micro_batches(step)
 
-    def _begin(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
+    def _begin_pass(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
         if self._awaited:
             self._awaited, self._open = False, True
             if self._flips:
                 self._flips.begin(self._loss.step)
             if self._due:  # on the CPU a loss may change its batch
                 self.kept = micro_batch, cloned(batch) if self.world.device.type == "cpu" else batch
-        return super()._begin(micro_batch, batch, last)
+        return super()._begin_pass(micro_batch, batch, last)
 
     def _take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Take gradients before they are reduced; nothing from other passes than that of the first micro-batch."""

@@ -21,14 +21,13 @@ from ..common.files import write_json
 from ..common.phases import activity
 from ..config import Config
 from ..data.data_digest import TRAINING
-from ..data.plan import read_cut
 from ..data.sampler import Step
 from ..launch.fit import OWN_LOOPS
 from ..resilience.interruption import Resident
 from ..run.chain import samples_of, whole_steps
 from ..run.checkpoint import Checkpoints, step_of
 from ..run.ending import Ending
-from ..run.fingerprint import MICRO_BATCH, Fingerprint, describe, differences
+from ..run.fingerprint import MICRO_BATCH, Fingerprint, describe, differences, read_cut
 from ..run.records import is_run, read_config, read_facts, read_records
 from ..run.run import Run
 from ..tasks.command_line import parse

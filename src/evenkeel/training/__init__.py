@@ -12,7 +12,7 @@ changes the state, so between two commits another thread may copy it at any time
   evaluation
 - state: model, optimizers and step, committed and captured as one
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
-- shares: how many micro-batches each rank computes, by its speed (--shares)
+- balance: how many micro-batches each rank computes, by its speed (--shares)
 - digest: 64 bits for each tensor, to compare the bits of two runs, or of two moments
 - side_effects: weights and numbers that a loss changes, which it must not
 - sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks

@@ -44,7 +44,7 @@ class Arrivals:
         self._open: deque[tuple[Sequence[MicroBatch], list[tuple[int, Any]]]] = deque()  # steps not yet added up
         self._sent: tuple[int, list[torch.Tensor], Any] | None = None
 
-    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """A step of this rank begins."""
         if self._world:
             self._add_up()

@@ -63,7 +63,7 @@ class Probe:
         Raises:
             OutOfMemory: on the ranks where not even one sample fits.
         """
-        # with more than its share of a batch another rank would have no work
+        # with more than its part of a batch another rank would have no work
         size = -(-min(self.config.batch_size, positions_in(self.train_set)) // self.world.world_size)
         failed: list[int] = []
         last: BaseException | None = None

@@ -60,13 +60,13 @@ class Buffers:
         self._check()
         changes = []
         for group in self.groups:
-            torch._foreach_copy_(group.moved_views, group.live)
-            changes.append((group.moved.to(group.wide) - group.base()).double().mul_(weight))
+            torch._foreach_copy_(group.flat_live_views, group.live)
+            changes.append((group.flat_live.to(group.wide) - group.base()).double().mul_(weight))
         self.rewind()
         return changes
 
     @torch.no_grad()
-    def moved_by(self, changes: Tensor) -> list[Tensor]:
+    def changed_by(self, changes: Tensor) -> list[Tensor]:
         """The new values, not yet committed: for each group a flat tensor of its dtype.
 
         Args:
@@ -77,8 +77,8 @@ class Buffers:
         for group, part in zip(self.groups, parts, strict=True):
             # rounded, because three thirds of a count may not add up to exactly one
             change = part if group.wide.is_floating_point else part.round()
-            moved = group.base() + change.to(group.committed.device, group.wide)
-            values.append(moved.to(group.committed.dtype))
+            value = group.base() + change.to(group.committed.device, group.wide)
+            values.append(value.to(group.committed.dtype))
         return values
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class Group:
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self.names, self.live = list(live), list(live.values())
         self.committed, self.committed_views = _flat(self.live)
-        self.moved, self.moved_views = _flat(self.live)
+        self.flat_live, self.flat_live_views = _flat(self.live)  # memory for `take_changes`
         self.wide = torch.float64 if self.committed.is_floating_point() else torch.int64
         """The dtype in which changes are computed; integers stay exact in it."""
 

@@ -28,16 +28,16 @@ from ..data.plan import MicroBatch, Plan
 from ..data.randomness import derive, seed_computation
 from ..data.sampler import Step
 from ..distributed.data_parallel import Parallel, parallel
-from ..distributed.reduction import AllReduce, Reduction, Tree
+from ..distributed.reduction import AllReduce, Reduction, TreeReduction
 from ..distributed.sync_batchnorm import peers_of
 from ..distributed.transfer import Transfer
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
+from .balance import Balance
 from .checks import check_dense, explain, missing_gradients, same_parts, wrong_backward, wrong_step
 from .loss import Loss, LossFunction
 from .oom import note_batch
 from .optimization import clip_grad_norm
-from .shares import Shares
 from .side_effects import SideEffects
 from .state import State
 from .step_sums import Pass, StepSums
@@ -74,7 +74,7 @@ class DistributedLoss:
             take turns, a step for each.
         arrivals: times the steps of this rank; default: they are not timed.
         collectives: the loss may call collectives.
-        shares: how many micro-batches each rank computes; default: equally many.
+        balance: how many micro-batches each rank computes; default: equally many.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class DistributedLoss:
         network: nn.Module | None = None,
         arrivals: Arrivals | None = None,
         collectives: bool = False,
-        shares: Shares | None = None,
+        balance: Balance | None = None,
     ) -> None:
         config = config or Config()
         self._synced, dp = peers_of(state.model), config.strategy == "dp"
         if network and (self._synced or dp or state.sharding):
             raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
         self.state, self.world, self.plan, self.seed = state, world, plan, config.seed
-        self._shares, self._unused = shares, unused
+        self._balance, self._unused = balance, unused
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
@@ -129,30 +129,30 @@ class DistributedLoss:
         """
         self.state.clear_gradients()
         self._loss.step, self._complete = step.number, False
-        self._side_effects.begin()
+        self._side_effects.record()
         self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
-        counts = self._shares.counts if self._shares else ()
+        counts = self._balance.counts if self._balance else ()
         shares = self.plan.shares(step.number, self.world.world_size, counts)
-        self._arrivals.begin(step.micro_batches)
+        self._arrivals.begin_step(step.micro_batches)
         with self._explained():
             activity.enter(DATA)
-            self.reduction.begin(shares)
+            self.reduction.begin_step(shares)
             if self._synced:
-                self._synced.begin(sum(map(bool, shares)))
+                self._synced.select(sum(map(bool, shares)))
             batches = self._embedded(self._whole, step, shares) if self._whole else step.batches
             # at the yield the loop of train.py runs forward and backward; the rest runs when it asks for the next batch
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
-                placed = self._begin(micro_batch, batch, last := number == len(step.micro_batches))
+                placed = self._begin_pass(micro_batch, batch, last := number == len(step.micro_batches))
                 with nullcontext() if last else self._no_reduction():
                     yield placed
-                self._finish(micro_batch)
+                self._finish_pass(micro_batch)
             self._finish_reduction(step)
         for parameter in self._others:  # of networks that do not learn in this step
             parameter.grad = None
         if self.state.scaler:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.task_state:
-            self._sums.begin()  # while the norm is computed; not earlier: a backward pass may change buffers too
+            self._sums.begin_total()  # while the norm is computed; not earlier: a backward pass may change buffers too
         self._complete = True
 
     def __call__(self, batch: Any) -> Tensor:
@@ -219,10 +219,10 @@ class DistributedLoss:
         if self.state.sharding:
             return self.state.sharding.reduction
         if config.reduce == "tree":
-            return Tree(self._network, self.world, self._unused)
+            return TreeReduction(self._network, self.world, self._unused)
         return AllReduce(self.world, config.reduce_dtype == "bf16")
 
-    def _begin(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
+    def _begin_pass(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers; returns its batch on the device."""
         self._pass = self._pass_of(micro_batch, batch, last)
         activity.enter(COMPUTING)
@@ -238,25 +238,25 @@ class DistributedLoss:
         """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
 
         def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
-            placed = self._begin(micro_batch, batch, last=False)  # it reduces nothing
+            placed = self._begin_pass(micro_batch, batch, last=False)  # it reduces nothing
             with self._loss.computing("embed()") as model:
                 found = whole.embed(model, placed, micro_batch.size)
             self.state.buffers.rewind()
             self._arrivals.mark(FORWARD)
             return found
 
-        batches = whole.begin(step, shares, self.plan, self.world, self.seed, first_pass)
+        batches = whole.embed_all(step, shares, self.plan, self.world, self.seed, first_pass)
         self._arrivals.mark(WAITING)
         return batches
 
     def _gradient_factor(self, this: Pass) -> Tensor:
-        """The factor on the gradient of a micro-batch's loss: its share of the step's samples, times the loss scale.
+        """The factor on the gradient of a micro-batch's loss: its part of the step's samples, times the loss scale.
         NaN if the loss is not finite, because its gradient might be finite all the same, and all ranks must notice."""
         scale = self.state.scaler.scale.to(this.contribution.device) if self.state.scaler else 1.0
         weight = 1.0 if self._whole else this.weight  # a whole-batch loss has its weight already
         return scale * weight + 0 * this.contribution
 
-    def _finish(self, micro_batch: MicroBatch) -> None:
+    def _finish_pass(self, micro_batch: MicroBatch) -> None:
         """Add what its passes have found to the step's sums."""
         if self._pass.backward_calls != 1:
             raise wrong_backward(self._pass.backward_calls)

@@ -61,7 +61,7 @@ class Evaluation:
         self.precision = config.precision
         self.dataset, self.samples = test_set, len(test_set)
         plan = Plan.of(config, self.samples)
-        # one device evaluates; with --strategy dp it has in training a share of the micro-batch
+        # one device evaluates; with --strategy dp it has in training a part of the micro-batch
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
         # the whole test set is one step of one epoch, in its own order
         self.sampler = ElasticSampler(

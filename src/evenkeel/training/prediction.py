@@ -35,12 +35,12 @@ def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
         if evaluation.divided:  # in a forward pass: it sees that this rank has ended
             raise
         mine = Ended(str(ended))
-    shares = evaluation.world.gather(mine)
-    for share in shares:
-        if isinstance(share, Ended):
-            raise share
-    whole: list[dict[str, Tensor]] = [share for share in shares if isinstance(share, dict) and share]
-    return {name: torch.cat([share[name] for share in whole]) for name in whole[0]}
+    by_rank = evaluation.world.gather(mine)
+    for of_rank in by_rank:
+        if isinstance(of_rank, Ended):
+            raise of_rank
+    found: list[dict[str, Tensor]] = [of_rank for of_rank in by_rank if isinstance(of_rank, dict) and of_rank]
+    return {name: torch.cat([of_rank[name] for of_rank in found]) for name in found[0]}
 
 
 def _rows(returned: Any, samples: int, top: int) -> dict[str, Tensor]:

@@ -2,8 +2,17 @@
 
 A GPU is often a step or more behind the host, and never finishes a collective whose peer is dead. The host cannot wait
 for its compute stream then. But that stream writes two numbers to the device: ``begun`` before each commit and ``done``
-after it. If a reader copies ``done``, then the state, then ``begun``, and the numbers are equal, it has the complete
-state of that step: its commit was over before the copy, and the next one had not begun after it.
+after it. The order of a copy (`State.begin_capture`), and what makes it safe:
+
+1. :meth:`Seqlock.hold`: the host begins no commit. If a GPU hangs, a rescue goes on without that lock.
+2. Plain data is copied, and the number of the step that the host has queued is noted.
+3. :meth:`Seqlock.wait`: the devices have finished the last commit, or they hang.
+4. ``done``, then all other tensors, then ``begun`` are copied, on a stream of their own (`Staging.place`).
+5. The lock is released. If the numbers are equal, the copy is the complete state of that step: its commit was over
+   before the copy, and the next one had not begun after it. If it is not the queued step, plain data is too new.
+
+Forward and backward passes change nothing that is copied. So a checkpoint's thread does 3 to 5 (`Saver`) while the main
+thread computes the next step; only the commit of that waits.
 """
 
 from __future__ import annotations
@@ -76,10 +85,6 @@ class Seqlock:
         finally:
             if held and not final:
                 self._host.release()
-
-    def lags(self, step: int, queued: int) -> bool:
-        """Whether a GPU is at another step than the one the host has queued."""
-        return bool(self._ends) and step != queued
 
     def wait(self, until: float) -> None:
         """Wait until the devices have finished the last commit, unless they hang: at most :data:`COMMIT_TIMEOUT`, or

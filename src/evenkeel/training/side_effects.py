@@ -35,8 +35,8 @@ class SideEffects:
         self._numbers: dict[str, float] = {}
         self._warned: set[str] = set()
 
-    def begin(self) -> None:
-        """The passes of a step begin."""
+    def record(self) -> None:
+        """Record, before the passes of a step, what they must not change."""
         self._steps += 1
         looks = self._on and self._steps & (self._steps - 1) == 0
         self._weights = self._sums() if looks else {}

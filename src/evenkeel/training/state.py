@@ -87,13 +87,13 @@ class State:
         """Steps skipped since this process began."""
         self.last_skipped = 0
         """The number of the last skipped step, counted from 1."""
-        self._saved = list(model.state_dict(keep_vars=True))  # names, tied ones too; no non-persistent buffers
+        self._saved_names = list(model.state_dict(keep_vars=True))  # tied ones too, no non-persistent buffers
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
         # the first name of each; `divide` puts this rank's rows in place of the parameters
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))  # tied: by each name
-        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved}
+        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved_names}
         first = dict[Tensor, str]()  # names; a layer that the model has twice has two
         self._buffer_aliases = {name: first.setdefault(buffer, name) for name, buffer in buffers.items()}  # to first
         self.buffers = Buffers({name: buffer for buffer, name in first.items()}, model)
@@ -226,17 +226,15 @@ class State:
     def begin_capture(
         self, until: float = FOREVER, staging: Staging | None = None, final: bool = False
     ) -> Callable[[], dict[str, Any]]:
-        """Block commits until the returned function has captured the state. Any thread may call that function, once.
-
-        So the state is copied during the forward and backward passes of the next step, and only its commit waits. The
-        arguments are those of :meth:`capture`, which is this and the call; the function raises Torn too.
+        """Do the first two steps of a copy (`seqlock`), and return the function that does the others, once, in any
+        thread; until then no commit begins. The arguments are those of :meth:`capture`; both raise Torn.
         """
         with ExitStack() as stack:
             stack.enter_context(self._seqlock.hold(until, final))
             if self.schedulers and self.schedulers.broken:
                 raise Torn("a scheduler has failed in the middle of its step")
             queued, live = self._seqlock.queued, self._live()
-            # `done` first and `begun` last, as seqlock.py requires
+            # `done`, a number for each device, is first in `live`, and `begun` last
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             locked = stack.pop_all()
 
@@ -248,7 +246,7 @@ class State:
             step = min(done)
             if len({*done, *begun}) != 1:
                 raise Torn(f"the optimizer step to {max(begun)} has not finished")
-            lags = self._seqlock.lags(step, queued)
+            lags = step != queued and any(it.type == "cuda" for it in self._devices)  # the host has queued others
             if lags and ("task" in live or any(it.device.type == "cpu" for it in named_tensors(live).values())):
                 raise Torn(f"the device is at step {step}, but the task or an optimizer without fused=True is ahead")
             return {"step": step, **captured}
@@ -260,15 +258,15 @@ class State:
         staging.pin(self._live())
 
     def _live(self) -> dict[str, Any]:
-        """The committed state itself, in the order in which it must be copied; of divided tensors this rank's rows."""
+        """The committed state itself, in the order of a copy (`seqlock`); of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
         learned = dict(zip(self._parameters_by_name, local_rows(self._parameters_by_name.values()), strict=True))
         learned |= {name: self.buffers.committed[first] for name, first in self._buffer_aliases.items()}
-        if not learned.keys() >= set(self._saved):  # get_extra_state() may add more
+        if not learned.keys() >= set(self._saved_names):  # get_extra_state() may add more
             learned = self.model.state_dict(keep_vars=True) | learned
         live = {
             "done": self._seqlock.done,
-            "model": {name: learned[name].detach() for name in self._saved},  # here: that of a DTensor is slow
+            "model": {name: learned[name].detach() for name in self._saved_names},  # here: that of a DTensor is slow
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._optional_parts(),
         }

@@ -58,7 +58,7 @@ class StepSums:
         """Take a result of :meth:`packed`, in the order of micro-batches."""
         self._mine.push(Node(0, micro_batch), packed)
 
-    def begin(self) -> Callable[[], Tensor]:
+    def begin_total(self) -> Callable[[], Tensor]:
         """Begin to add up over the ranks, all of which must call it. Returns a function that waits for the sums."""
         if self._wait is None:
             numel = 1 + len(self.part_names or ()) + self._buffers.numel
@@ -68,10 +68,10 @@ class StepSums:
     def total(self) -> Tensor:
         """The sums; all ranks must call it."""
         if self._total is None:
-            self._total = self.begin()()
+            self._total = self.begin_total()()
         return self._total
 
     def new_buffers(self) -> list[Tensor]:
         """New values of the model's buffers, flat, for each of its groups: changed by the mean change over all
         micro-batches of all ranks. Without buffers nothing is exchanged."""
-        return self._buffers.moved_by(self.total()[-self._buffers.numel :]) if self._buffers.numel else []
+        return self._buffers.changed_by(self.total()[-self._buffers.numel :]) if self._buffers.numel else []

@@ -128,7 +128,7 @@ class WholeBatch:
         loss, parts = self._found
         return loss.to(product.device) + (product - product.detach()), parts
 
-    def begin(
+    def embed_all(
         self, step: Step, shares: tuple[range, ...], plan: Plan, world: World, seed: int, first_pass: FirstPass
     ) -> Iterator[Any]:
         """Embed this rank's micro-batches of a step, and compute the loss over all ranks', which must call it too.

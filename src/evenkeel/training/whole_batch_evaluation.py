@@ -61,10 +61,10 @@ class WholeBatchEvaluation(Evaluation):
         self.each(self._measured, add)
         return {name: torch.cat(values) for name, values in rows.items()}
 
-    def _losses(self, shares: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
+    def _losses(self, by_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
         """For each batch of the samples of some ranks the loss and its parts, times the batch's samples, by name."""
-        found = [share for share in shares if share]
-        whole = {name: torch.cat([share[name] for share in found]) for name in found[0]}
+        found = [of_rank for of_rank in by_rank if of_rank]
+        whole = {name: torch.cat([of_rank[name] for of_rank in found]) for name in found[0]}
         sums: dict[str, list[Tensor]] = {}
         for start in range(0, count := len(next(iter(whole.values()))), self._batch):
             end, device = min(start + self._batch, count), self.world.device

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
-from evenkeel.training import shares
-from evenkeel.training.shares import EVERY, Shares, apportioned
+from evenkeel.training import balance
+from evenkeel.training.balance import EVERY, Balance, apportioned
 
 
-def divided(text: str, ranks: int = 2, micro_batches: int = 8) -> Shares:
+def divided(text: str, ranks: int = 2, micro_batches: int = 8) -> Balance:
     """On rank 0."""
     plan = Plan.by_count(samples=64, global_batch=64, micro_batches=micro_batches, epochs=1)
     world = World(0, 0, ranks, ranks, torch.device("cpu"), launched=True)
-    return Shares(Config(shares=text), plan, world)
+    return Balance(Config(shares=text), plan, world)
 
 
 @given(st.integers(0, 5), st.lists(st.integers(1, 20), min_size=1, max_size=4))
@@ -40,7 +40,7 @@ def longest(sizes: tuple[int, ...], seconds: list[int]) -> int:
     return max(size * each for size, each in zip(sizes, seconds, strict=True))
 
 
-def changes(it: Shares, seconds: list[float], steps: int, noise: float, dice: random.Random) -> int:
+def changes(it: Balance, seconds: list[float], steps: int, noise: float, dice: random.Random) -> int:
     """How often the shares change in so many steps, where a micro-batch takes a rank these seconds, and noise."""
     found = 0
     for _ in range(steps // EVERY):
@@ -58,14 +58,14 @@ def test_they_follow_the_speed_once_and_noise_moves_nothing(ratio: float) -> Non
     assert it.counts == (4, 4)
     assert changes(it, [1.0, ratio], 2000, 0.05, dice) <= 2
     best = longest(apportioned(8, [1.0, ratio]), [1.0, ratio])  # type: ignore[list-item]
-    assert longest(it.counts, [1.0, ratio]) <= shares.GAIN * best  # type: ignore[list-item]
+    assert longest(it.counts, [1.0, ratio]) <= balance.GAIN * best  # type: ignore[list-item]
     assert changes(it, [1.0, 1.0], 2000, 0.05, dice) <= 2
     assert it.counts == (4, 4) or ratio < 1.5, "a rank that recovers gets its share back"
 
 
 def test_the_control_without_hysteresis_noise_moves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "GAIN", 1.0)
-    monkeypatch.setattr(shares, "TIMES", 1)
+    monkeypatch.setattr(balance, "GAIN", 1.0)
+    monkeypatch.setattr(balance, "TIMES", 1)
     assert changes(divided("auto"), [1.0, 2.0], 2000, 0.05, random.Random(0)) > 10
 
 

@@ -1,4 +1,4 @@
-"""Shares of a step for ranks of different speed (--shares): a faster rank computes more micro-batches.
+"""The balance of ranks of different speed (--shares): a faster rank has a larger share of the micro-batches.
 
 All ranks wait for the slowest in every step. Which rank computes a micro-batch changes neither samples nor random
 numbers, and with --reduce tree no bit of the result; so shares may change between any two steps.
@@ -32,7 +32,7 @@ LEAST, BETTER = 2, 4
 """Below this many micro-batches per rank there is a warning; the number that it recommends."""
 
 
-class Shares:
+class Balance:
     """How many micro-batches each rank computes of a full step.
 
     With `auto` rank 0 decides, by the times of all ranks (`arrivals`), and broadcasts its decision.
@@ -48,7 +48,7 @@ class Shares:
         self._auto = config.shares == "auto" and 1 < world.world_size < self._count
         self._sums = self._nothing()
         self._votes = 0
-        self.counts = first_shares(config, plan, world.world_size)
+        self.counts = first_counts(config, plan, world.world_size)
         """By rank."""
         self._warn(config, shares_of(config))
 
@@ -85,7 +85,7 @@ class Shares:
         return self.counts != before
 
     def wanted(self) -> tuple[int, ...]:
-        """The shares from now on, on rank 0, by the measurements since the last call."""
+        """The counts from now on, on rank 0, by the measurements since the last call."""
         measured = [(seconds / count, steps) for seconds, count, steps in self._sums if count]
         if len(measured) < len(self._sums) or min(steps for _, steps in measured) < EVERY / 4:
             return self.counts
@@ -99,8 +99,8 @@ class Shares:
         return best
 
 
-def first_shares(config: Config, plan: Plan, world_size: int) -> tuple[int, ...]:
-    """The initial shares of a job: the typed ones, if they are for this number of ranks, else equal ones."""
+def first_counts(config: Config, plan: Plan, world_size: int) -> tuple[int, ...]:
+    """Micro-batches of a full step, by rank, at first: as typed, if that is for this number of ranks; else equal."""
     count, numbers = plan.max_world_size, shares_of(config)
     if numbers and len(numbers) == world_size <= count:
         return apportioned(count, [1 / number for number in numbers])
