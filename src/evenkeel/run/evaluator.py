@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ..common.naming import VALIDATION
 from ..data.data_digest import TRAINING
 from ..training.evaluation import Evaluation
 from ..training.prediction import predictions
 from ..training.state import State
+from ..training.sums import warn_of_sums
 from ..training.task import Task, defines
 from ..training.whole_batch_evaluation import evaluation_of
 from . import media
@@ -45,8 +49,13 @@ class Evaluator:
             records = list(read_records(attempt.path / "metrics.jsonl", TAIL)) if attempt.lead else []
             self._recorded = step, attempt.world.broadcast(evaluation_in(records, step))
         else:
-            compute = [self._task.predict] if config.save_predictions else []
-            rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
+            compute: list[Callable[..., object]] = [self._task.predict] if config.save_predictions else []
+            first, task = self._evaluations[0], self._task
+            exchanges = first.divided or task.collectives or config.sync_batchnorm
+            if attempt.lead and defines(type(task), "metrics") and not exchanges:
+                size = first.sampler.micro_batches(0)[0].size
+                compute.append(partial(warn_of_sums, "metrics()", task.metrics, size))
+            rehearsed, *_ = [it.rehearse(*compute) for it in self._evaluations]
             media.check(self._evaluations[0].shown)
             self._checked = rehearsed is not None
             if rehearsed is not None:

@@ -33,7 +33,7 @@ changes the state, so between two commits another thread may copy it at any time
 - evaluation: the metrics over every test sample once
 - sum_metrics: torchmetrics' objects in an evaluation
 - prediction: a task's predictions for all samples, in order
-- checks: mistakes in tasks, each reported in one line
+- checks: mistakes in tasks, each reported in one line; sums: a loss or metric that is a sum over the batch
 - cut: into how many micro-batches a step is cut, and which cuts BatchNorm cannot train on
 - batch_size_finder: --micro-batch auto
 - oom: out-of-memory errors explained
