@@ -20,8 +20,8 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1694,
     "config": 593,
-    "data": 3142,
-    "distributed": 2426,
+    "data": 3150,
+    "distributed": 2430,
     "resilience": 1662,
     "training": 6539,
     "run": 6745,
