@@ -710,6 +710,14 @@ def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str], monkey
     assert last == (error := "ValueError: invalid literal for int() with base 10: 'x'")
     assert line.startswith(f"evenkeel: rank 0 failed: {error} at {__file__}:")
 
+    def loses_a_rank() -> int:
+        raise RuntimeError("[/x/gloo/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1. This is typically")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert exit_code(loses_a_rank) == 1
+    why = "the connection to another rank broke: it has died or is out of reach (gloo: Connection closed by peer)"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"evenkeel: rank 0 failed: {why} at {__file__}:")
+
 
 def once(out: Path) -> list[int]:
     """The pids of all that were started; no rank was started twice."""

@@ -89,18 +89,22 @@ class Peers:
         try:
             if self._is_cut_off():
                 self._lose()
-            return self._store is not None and self._store.check([DIED])
+            if self._store is None or not self._store.check([DIED]):
+                return False
+            os.environ[keeper_link.LAST_END] = self._store.get(DIED).decode()
+            return True
         except RuntimeError:
             self._lose()
             return False
 
-    def report_death(self) -> bool:
-        """Report to the others that this rank has died; False if that failed although there are others."""
+    def report_death(self, how: str) -> bool:
+        """Report to the others how this rank has died; False if that failed although there are others."""
+        os.environ[keeper_link.LAST_END] = how
         if not self._generation:
             return True
         try:
             if self._store:
-                self._store.set(DIED, str(self._rank))
+                self._store.set(DIED, how)
                 return True
         except RuntimeError:
             self._lose()
