@@ -18,17 +18,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1697,
+    "common": 1698,
     "config": 593,
     "data": 3150,
     "distributed": 2432,
     "resilience": 1667,
-    "training": 6539,
-    "run": 6747,
-    "tasks": 2284,
+    "training": 6540,
+    "run": 6749,
+    "tasks": 2286,
     "mirror": 558,
-    "launch": 2999,
-    "cli": 7480,
+    "launch": 3002,
+    "cli": 7482,
     "time_travel": 1679,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -654,6 +654,7 @@ def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again
         (lambda: torch.nn.Liner(2, 3), "has no attribute 'Liner' (did you mean Linear?) at "),  # type: ignore[attr-defined]
         (lambda: tourch.nn, "name 'tourch' is not defined (did you mean torch?) at "),  # type: ignore[name-defined] # noqa: F821
         (lambda: [].nothing_like_it, "'list' object has no attribute 'nothing_like_it' (not a tensor, but several"),  # type: ignore[attr-defined]
+        (lambda: F.cross_entropy(torch.zeros(1, 3), ("cat",)), "(are the labels text? Then number them in "),
         (lambda: F.cross_entropy(torch.zeros(1, 3), torch.tensor([3])), "3 is out of bounds (a label must be less "),
         (
             lambda: F.linear(torch.zeros(1, 3), torch.zeros(2, 4)),
