@@ -34,8 +34,8 @@ from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.freezing import freeze
 from evenkeel.training.loss import Loss
 from evenkeel.training.optimization import Rates, rate_names
+from evenkeel.training.side_effects import warn_of_sums
 from evenkeel.training.state import State
-from evenkeel.training.sums import warn_of_sums
 from evenkeel.training.task import Task
 from tests.support.processes import free_port
 from tests.support.steps import passes

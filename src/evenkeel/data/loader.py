@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from ..common.errors import EndedByData, no_exit, place_of
 from ..common.processes import kill_at_exit, outlive_signals, shorten_temp_dir
 from .batch import collate, collated_by
-from .dataset import Collated, Limited, Rows, SizedDataset, tell_epoch, whole_fetch
+from .dataset import Collated, Rows, SizedDataset, sample_of, tell_epoch, whole_fetch
 from .order import Ordered
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
@@ -80,15 +80,7 @@ class Seeded(Dataset[Any]):
 
     def _sample(self, epoch: int, index: int, place: int) -> Any:
         self._seed(epoch, place)
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            dataset: Any = self.dataset
-            while type(dataset) in (Subset, Limited):  # to the user's own
-                dataset, index = dataset.dataset, dataset.indices[index]
-            # `reason_of` reads it; Python shows it in a traceback from 3.11 on
-            error.__notes__ = [f"(sample {index})"]  # type: ignore[attr-defined]
-            raise
+        return sample_of(self.dataset, index)
 
     def _seed(self, epoch: int, place: int) -> None:
         seed_host(derive(self.seed, self.purpose, epoch, place))

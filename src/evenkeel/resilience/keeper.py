@@ -138,7 +138,6 @@ class Keeper:
                 stream.flush()
         keeper, launcher = os.getpid(), os.getppid()
         if pid := os.fork():
-            os.environ.pop(keeper_link.LAST_END, "")
             os.close(sending)
             return pid
         os.close(self._pipe)

@@ -16,8 +16,8 @@ from ..training.flops import per_sample
 from ..training.loss import LossFunction
 from ..training.memory_parts import PEAK, bytes_of_state, peak
 from ..training.shares import Shares
+from ..training.side_effects import warn_of_sums
 from ..training.state import State
-from ..training.sums import warn_of_sums
 from ..training.task import Task
 from ..training.whole_batch import of_whole_batches
 from .attempt import Attempt
