@@ -18,17 +18,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1694,
+    "common": 1698,
     "config": 593,
-    "data": 3124,
-    "distributed": 2425,
-    "resilience": 1662,
-    "training": 6511,
-    "run": 6741,
-    "tasks": 2284,
+    "data": 3132,
+    "distributed": 2433,
+    "resilience": 1663,
+    "training": 6549,
+    "run": 6756,
+    "tasks": 2286,
     "mirror": 558,
-    "launch": 3024,
-    "cli": 7479,
+    "launch": 3025,
+    "cli": 7482,
     "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

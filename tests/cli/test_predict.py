@@ -25,8 +25,8 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "give --output FILE.csv, and either --input FOLDER or --set NAME"),
-        ({"set": "test", "input": Path("x")}, "and either --input FOLDER or --set NAME"),
+        ({}, "give --output FILE.csv, and either --input FOLDER or --set test "),
+        ({"set": "test", "input": Path("x")}, "and either --input FOLDER or --set test "),
         ({"set": "test", "output": Path()}, "give --output FILE.csv, and either"),
         ({"set": "test", "output": Path("o.txt")}, "--output o.txt: must end in .csv or .parquet"),
         ({"set": "test", "output": Path("nowhere/o.csv")}, "there is no folder nowhere; make it first"),

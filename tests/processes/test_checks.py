@@ -118,6 +118,7 @@ OUTSIDE = "something other than rates() sets a learning rate, perhaps a schedule
         ("UnknownBest", [NO_BEST]),
         ("Evaluating", ["evaluation mode of 0: no dropout, and BatchNorm's statistics do not move, although"]),
         ("InAList", ["a plain list or dict of the model has layers (more), which are not trained, stored or"]),
+        ("Sums", [f"{it}() returns the sum over the batch's samples (loss)" for it in ("metrics", "loss")]),
         ("Scheduled", ["no optimizer has bias: they will not change", OUTSIDE]),
         *((task, []) for task in ("NoBest", "Usual", "UsualBest", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
     ],
@@ -125,7 +126,8 @@ OUTSIDE = "something other than rates() sets a learning rate, perhaps a schedule
 def test_a_likely_mistake_is_said_once_and_what_few_tasks_return_works(
     tmp_path: Path, task: str, expected: list[str]
 ) -> None:
-    lines = run_forked(TRAIN, *odd_job(task, tmp_path / "run", "--checkpoint-every", 1)).stderr.splitlines()
+    more = ["--checkpoint-every", 1, "--log-every", 1, "--micro-batch", 4]  # a micro-batch of two says little of a sum
+    lines = run_forked(TRAIN, *odd_job(task, tmp_path / "run", *more)).stderr.splitlines()
     assert len(lines) == len(expected), lines
     for line, text in zip(lines, expected, strict=True):
         assert line.startswith(f"evenkeel: WARNING: {text}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
 
+from evenkeel.common.files import append_json
 from tests.support.processes import TRAIN, finish, fork_ranks, read, records, stop
 from tests.support.reports import copy_of_a_run, in_a_browser, needs_chromium, report, write_predictions, write_ranks
 from tests.support.small_runs import job, told_step, trained, wait_for_step
@@ -65,6 +67,10 @@ def test_a_run_at_work_and_one_that_was_killed(tmp_path: Path) -> None:
     report(tmp_path / "run")
     assert ">running<" in (tmp_path / "at-work.html").read_text()
     assert re.search(r">lost at step \d+<", (tmp_path / "run" / "report.html").read_text())
+    again = {"kind": "start", "step": 2, "time": time.time(), "last_end": "rank 0 was killed by SIGKILL"}
+    append_json(tmp_path / "run" / "metrics.jsonl", again)  # as a rank that its keeper has forked again
+    report(tmp_path / "run")
+    assert ">killed: rank 0 was killed by SIGKILL<" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -197,16 +197,17 @@ class Broken:
         return len(self.data)
     def __getitem__(self, index):
         if index == 77:
-            raise ValueError("bad file 77.png")
+            raise ValueError("bad file 77.png\\nat byte 0")
         return self.data[index]
 """
     task = runs.own_task(tmp_path, body, broken)
     words = [TRAIN, *job(run_dir, "--num-workers", workers, "--task", task)]
     done = run([sys.executable, *words], env=runs.OWN, expect=1)
-    line = 1 + (tmp_path / "own.py").read_text().split("\n").index('            raise ValueError("bad file 77.png")')
+    line = 1 + (tmp_path / "own.py").read_text().partition("raise ValueError(")[0].count("\n")
     shown = done.stderr.splitlines()
-    assert shown[-1] == f"evenkeel: rank 0 failed: ValueError: bad file 77.png at {tmp_path / 'own.py'}:{line}"
+    place = f"{tmp_path / 'own.py'}:{line}"
+    assert shown[-1] == f"evenkeel: rank 0 failed: ValueError: bad file 77.png (sample 77) at {place}"
     (begin,) = [number for number, text in enumerate(shown) if text.startswith("Traceback")]
     assert "your files only" in shown[begin]
-    assert shown[-2] == "ValueError: bad file 77.png"
+    assert "\nValueError: bad file 77.png" in "\n".join(shown[begin:-1])
     assert not [text for text in shown[begin:] if "/src/evenkeel/" in text]

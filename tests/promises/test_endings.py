@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, finish, fork_ranks, read, start, torchrun, wait_until_gone
+from tests.support.processes import TRAIN, finish, fork_ranks, read, records, start, torchrun, wait_until_gone
 from tests.support.small_runs import job, keepers_of, saved_step, starts, told_step, wait_for_start, wait_for_step
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
@@ -52,6 +52,8 @@ def test_any_rank_is_killed_and_no_step_is_lost_and_no_bit_changes(
     if dies == "trainer":
         assert keepers == [keepers[0]] * 3, "torchrun sees nothing"
         assert done.stderr.count("was killed by SIGKILL; all ranks restart in place, without torchrun") == 3
+        ends = [it["last_end"] for it in records(run_dir, "start")[1:]]
+        assert ends == [f"rank {victim} was killed by SIGKILL" for victim in (0, 1, 0)]
         assert "Traceback" not in done.stderr
     assert runs.no_step_is_done_twice(run_dir)
     assert all(step > 0 for step in starts(run_dir)[1:])

@@ -80,7 +80,7 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
     assert line.startswith("out of memory on rank 0 (the memory of host ")
     for part in (
         "it was in forward and backward of step 1;",
-        "4613734400 bytes more were requested",
+        "4.3 GiB more were requested at ",
         "the batch was [8, 4] float32, [8] int64",
         "of its limit of",
         "the same command with --micro-batch 4 instead of 8 goes on",

@@ -94,6 +94,11 @@ RaggedMetric = odd(
     metrics=lambda task, model, batch: {"loss": torch.zeros(len(batch[0]), len(batch[0]))},
     summarize=lambda task, means: {"loss": means["loss"].sum()},
 )
+Sums = odd(
+    "Sums",
+    loss=lambda task, model, batch: task.entropy(model, batch, "sum"),
+    metrics=lambda task, model, batch: {"loss": task.entropy(model, batch, "sum")},
+)
 NoSummary = odd("NoSummary", summarize=lambda task, means: None)
 NumberedSummary = odd("NumberedSummary", summarize=lambda task, means: {1: 1.0})
 Maximum = odd("Maximum", best=("loss", "maximum"))

@@ -113,7 +113,7 @@ class Streamed(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         time.sleep(self.pause)
         features, numbers = batch
-        if self.record:
+        if self.record and model.training:
             lines = [" ".join(map(str, [activity.step, *number])) for number in numbers.tolist()]
             with (Path(self.record) / f"rank-{os.environ.get('RANK', 0)}").open("a") as file:
                 file.write("\n".join(lines) + "\n")

@@ -654,6 +654,7 @@ def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again
         (lambda: torch.nn.Liner(2, 3), "has no attribute 'Liner' (did you mean Linear?) at "),  # type: ignore[attr-defined]
         (lambda: tourch.nn, "name 'tourch' is not defined (did you mean torch?) at "),  # type: ignore[name-defined] # noqa: F821
         (lambda: [].nothing_like_it, "'list' object has no attribute 'nothing_like_it' (not a tensor, but several"),  # type: ignore[attr-defined]
+        (lambda: F.cross_entropy(torch.zeros(1, 3), ("cat",)), "(are the labels text? Then number them in "),
         (lambda: F.cross_entropy(torch.zeros(1, 3), torch.tensor([3])), "3 is out of bounds (a label must be less "),
         (
             lambda: F.linear(torch.zeros(1, 3), torch.zeros(2, 4)),
@@ -709,6 +710,14 @@ def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str], monkey
     assert 'in <lambda>\n    assert exit_code(lambda: int("x")) == 1' in "\n".join(trace)
     assert last == (error := "ValueError: invalid literal for int() with base 10: 'x'")
     assert line.startswith(f"evenkeel: rank 0 failed: {error} at {__file__}:")
+
+    def loses_a_rank() -> int:
+        raise RuntimeError("[/x/gloo/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1. This is typically")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert exit_code(loses_a_rank) == 1
+    why = "the connection to another rank broke: it has died or is out of reach (gloo: Connection closed by peer)"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"evenkeel: rank 0 failed: {why} at {__file__}:")
 
 
 def once(out: Path) -> list[int]:

@@ -161,6 +161,7 @@ def test_no_such_file_class_or_module(write: Write) -> None:
     assert refusal("a_folder.py:Mine") == "no file a_folder.py"
     write("bare.py", "from evenkeel.tasks import Classification")
     assert refusal("there.py:Yours") == "Yours does not exist in there.py, which has Mine; name one of them"
+    assert refusal("there.py:mine") == "mine does not exist in there.py, which has Mine; did you mean Mine?"
     assert refusal("there:Yours") == "Yours does not exist in there, which has Mine; name one of them"
     assert refusal("bare.py:Yours") == "Yours does not exist in bare.py, which has no task", "it only imports one"
     assert refusal("not_there:Mine") == "does not import: ModuleNotFoundError: No module named 'not_there'"

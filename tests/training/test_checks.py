@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, AdamW, SparseAdam
@@ -33,6 +34,7 @@ from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.freezing import freeze
 from evenkeel.training.loss import Loss
 from evenkeel.training.optimization import Rates, rate_names
+from evenkeel.training.side_effects import warn_of_sums
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
 from tests.support.processes import free_port
@@ -241,6 +243,45 @@ def test_a_loss_that_ends_the_evaluation_mode_of_frozen_parts_is_named(caplog: p
         passes(learner, step, plan.micro_batches(step), [torch.ones(2, 2)] * 2)
     (line,) = (record.message for record in caplog.records)
     assert line.startswith("loss() sets model.1.training from evaluation to training mode, which --freeze or model()")
+
+
+def contrastive(model: nn.Module, batch: Any) -> Any:
+    scores = model(batch["x"]) @ model(batch["x"]).T
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda model, batch: model(batch["x"]).square().sum(), "loss"),
+        (lambda model, batch: model(batch["x"]).sum() / 12, "loss"),
+        (lambda model, batch: (model(batch["x"]).mean(), {"kl": batch["x"].norm().square()}), "kl"),
+        (lambda model, batch: {"rows": model(batch["x"]), "right": torch.tensor(len(batch["text"]))}, "right"),
+        (lambda model, batch: model(batch["x"]).square().mean(), ""),
+        (lambda model, batch: model(batch["x"]).sum() + 1, ""),
+        (lambda model, batch: model(batch["x"]).sum() * torch.rand(()), ""),
+        (lambda model, batch: 0 * model(batch["x"]).sum(), ""),
+        (lambda model, batch: model(batch["x"]).reshape(12, 3).sum(), ""),
+        (contrastive, ""),
+        (lambda model, batch: torch.cdist(model(batch["x"]), model(batch["x"])).sum(), ""),
+    ],
+)
+def test_a_sum_over_the_batch_is_warned_of_and_leaves_no_trace(
+    compute: Any, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controls: means, a loss that compares samples, one that draws, one that takes no other batch."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), torch.randn(12, 2)
+    generator, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
+    warn_of_sums("loss()", compute, 12, model, {"x": x, "text": ["a"] * 12})
+    warn_of_sums("loss()", compute, 2, model, {"x": x[:2], "text": ["a"] * 2})  # too few
+    lines = [record.message for record in caplog.records]
+    assert [line.partition("),")[0] for line in lines] == [
+        f"loss() returns the sum over the batch's samples ({name}" for name in [expected] if name
+    ]
+    assert all(module.training for module in model.modules())
+    assert all(map(torch.equal, buffers, model.buffers()))
+    assert torch.equal(generator, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("calls", [0, 2])

@@ -6,7 +6,7 @@ import errno
 import os
 import subprocess
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from evenkeel.common.phases import CHECKPOINT, COMMIT, COMPUTING, activity
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.distributed.world import World
+from evenkeel.run.build import build_model
 from evenkeel.training.batch_size_finder import Probe
 from evenkeel.training.classification import Classification
 from evenkeel.training.evaluation import Evaluation
@@ -46,13 +47,17 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
     for part in (
         "out of memory on rank 3 (the memory of host ",
         "it was in ",
-        "1152921504606846976 bytes more were requested",
+        f"1073741824.0 GiB more were requested at {__file__}:",
         "the batch was [8, 3] float32, [8] float32",
         "this process uses ",
         "the same command with --micro-batch 4 instead of 8 goes on",
         "step 7 is saved",
     ):
         assert part in text
+    with pytest.raises(RuntimeError) as built:
+        build_model(config, cast(Any, SimpleNamespace(model=lambda: nn.Linear(1 << 30, 1 << 30))))
+    assert f" at {__file__}:" in explained(built.value, CPU, config)
+    assert "; make the network in model() smaller, or make room" in explained(built.value, CPU, config)
     assert "is 1 already" in remedy(Config(batch_size=64, micro_batch=1))
     note_batch(ValueError("something else"), None)
     note_batch(error := MemoryError(), {"image": torch.zeros(2, 3), "more": (torch.zeros(2).long(), ["a", "b"])})

@@ -50,7 +50,7 @@ class PredictCommand:
     """The file to write: .csv or .parquet."""
     input: MaybePath = None
     """Predict for all images in this folder and below it, in the order of their paths."""
-    set: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
+    set: Annotated[str, tyro.conf.arg(help_behavior_hint="", aliases=["--split"])] = ""
     """Predict for this set of the run's task: train, validation, test, or a name of its own."""
     checkpoint: str = "last"
     """last, best or a step, e.g. 460."""
@@ -84,7 +84,9 @@ class PredictCommand:
         """Checks that do not need torch."""
         chosen(self.run, self.checkpoint)
         if self.output == Path() or (self.input is None) == (not self.set):
-            raise Refusal("predict: give --output FILE.csv, and either --input FOLDER or --set NAME")
+            raise Refusal(
+                "predict: give --output FILE.csv, and either --input FOLDER or --set test (or train, validation)"
+            )
         if self.output.suffix not in FORMATS:
             raise Refusal(f"--output {self.output}: must end in .csv or .parquet")
         if self.output.exists() and not (self.overwrite and self.output.is_file()):

@@ -30,6 +30,9 @@ signal that ends a process which does not handle it yet, and that nothing else s
 STORE = "EVENKEEL_KEPT_STORE"
 """The environment variable that says, on rank 0's node, that the job's store is in a process beside the keeper."""
 
+LAST_END = "EVENKEEL_LAST_END"
+"""The environment variable that tells a rank which a keeper has forked again how the last attempt ended."""
+
 
 class _Keeper(NamedTuple):
     pipe: int

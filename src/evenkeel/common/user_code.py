@@ -28,6 +28,7 @@ HINTS = {
     r"default process group (has not been initialized|twice)": "leave out process groups and DDP: Evenkeel makes them",
     r"values to unpack": "if it is a batch, it has as many parts as a sample of the data set",
     r"\.model\(\) takes 1 positional": "call the argument: model(...), not self.model(...)",
+    r"argument 'target' .*must be Tensor, not (tuple|list)$": "are the labels text? Then number them in the data set",
     r"must be Tensor, not str$": "is the batch a dict? Then name its parts: batch['x']",
     r"^'(tuple|list|dict)' object has no attribute": "not a tensor, but several: take one of them",
 }

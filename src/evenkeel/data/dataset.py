@@ -126,6 +126,18 @@ class Collated(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
+def sample_of(dataset: Any, index: int) -> Any:
+    """Read a sample; an error gets a note of its index in the user's own data set."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        while type(dataset) in (Subset, Limited):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        # `reason_of` reads it; Python shows it in a traceback from 3.11 on
+        error.__notes__ = [f"(sample {index})"]  # type: ignore[attr-defined]
+        raise
+
+
 def whole_fetch(dataset: SizedDataset, samples: bool = False) -> Callable[[Indices], Any] | None:
     """Return a data set's method that fetches a whole micro-batch; None if it fetches sample by sample.
 

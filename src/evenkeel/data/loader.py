@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..common.errors import EndedByData, no_exit, place_of
 from ..common.processes import kill_at_exit, outlive_signals, shorten_temp_dir
 from .batch import collate, collated_by
-from .dataset import Collated, Rows, SizedDataset, tell_epoch, whole_fetch
+from .dataset import Collated, Rows, SizedDataset, sample_of, tell_epoch, whole_fetch
 from .order import Ordered
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
@@ -80,7 +80,7 @@ class Seeded(Dataset[Any]):
 
     def _sample(self, epoch: int, index: int, place: int) -> Any:
         self._seed(epoch, place)
-        return self.dataset[index]
+        return sample_of(self.dataset, index)
 
     def _seed(self, epoch: int, place: int) -> None:
         seed_host(derive(self.seed, self.purpose, epoch, place))

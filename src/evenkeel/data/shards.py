@@ -29,10 +29,6 @@ OPEN_FILES = 128
 """Maximum number of open files of a process."""
 
 
-def _array(content: bytes) -> Any:
-    return np.load(BytesIO(content))  # refuses pickled objects, which may run code
-
-
 def _number(kind: str, content: bytes) -> Any:
     (value,) = np.frombuffer(content, np.dtype(kind).newbyteorder("<"))
     return value.item()
@@ -42,7 +38,7 @@ BASIC: Mapping[str, Decoder] = {
     **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
     **dict.fromkeys(("json", "jsn"), parse_json),
-    "npy": _array,
+    "npy": lambda content: np.load(BytesIO(content)),  # refuses pickled objects, which may run code
 }
 """Decoders for members of a tar, by extension, as in WebDataset; other members are bytes."""
 

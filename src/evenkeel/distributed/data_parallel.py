@@ -64,15 +64,17 @@ def divide(batch: Any, sizes: Sequence[int]) -> list[Any]:
     `nn.DataParallel` divides tensors in dicts, lists and tuples only; each GPU would get a whole list of texts.
     """
     ends = list(accumulate(sizes))
-    return [_part(batch, slice(end - size, end), ends[-1]) for size, end in zip(sizes, ends, strict=True)]
+    return [rows_of(batch, slice(end - size, end), ends[-1]) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _part(batch: Any, where: slice, samples: int) -> Any:
+def rows_of(batch: Any, where: slice | list[int], samples: int) -> Any:
+    """The batch with these of its samples, of which it has so many."""
     if isinstance(batch, Tensor):
         return batch[where] if batch.dim() and len(batch) == samples else batch
     if isinstance(batch, (list, tuple)) and len(batch) == samples and not tensors_in(batch):
-        return batch[where]  # one text for each sample, for example
-    return with_parts(batch, lambda part: _part(part, where, samples))
+        # one text for each sample, for example
+        return batch[where] if isinstance(where, slice) else type(batch)([batch[number] for number in where])
+    return with_parts(batch, lambda part: rows_of(part, where, samples))
 
 
 class Share(nn.Module):

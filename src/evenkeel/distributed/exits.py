@@ -119,9 +119,15 @@ def _is_of_loader(error: BaseException) -> bool:
 def reason_of(error: BaseException) -> str:
     """What went wrong, in a line."""
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
-    first, *more = f"{name}{error}".strip().split("\n")
-    # of an error in a loader process torch names the place first, and the error last
-    return more[-1] if more and " in DataLoader worker process " in first else first.rstrip(".: ") + hint(error)
+    text = "\n".join((f"{name}{error}".strip(), *getattr(error, "__notes__", ())))
+    sample = re.search(r"^\(sample \d+\)$", text, re.M)  # of `Seeded`
+    first = text.partition("\n")[0].rstrip(".: ")
+    if is_loss_of_a_rank(error) and (gloo := re.search(r"/gloo/\S+\] ([^.\[]+)", text)):
+        return f"the connection to another rank broke: it has died or is out of reach (gloo: {gloo[1].strip()})"
+    # of an error in a loader process torch names the place first, and the error after its traceback
+    if kind := re.search(r"Caught (\w+) in DataLoader worker process ", first):
+        first = [first, *re.findall(rf"^(?:\w+\.)*{kind[1]}\b.*", text, re.M)][-1]
+    return first + hint(error) + (f" {sample[0]}" if sample else "")
 
 
 def is_loss_of_a_rank(error: BaseException | None) -> bool:

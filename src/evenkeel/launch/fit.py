@@ -193,7 +193,8 @@ def _loop(script: Path) -> Path:
 def _name_of(task: Any) -> str:
     """The class as --task; "" if no other process could import it."""
     if not (isinstance(task, type) and issubclass(task, Task)):
-        raise Refusal(f"fit({_shown(task)}): give a task's name or class; its options follow by name, e.g. lr=0.01")
+        what = f"fit({_shown(task)}): give a task's name or class"
+        raise Refusal(f"{what}, whose train_dataset() returns the data; its options follow by name, e.g. lr=0.01")
     module, _, last = task.__module__.rpartition(".")
     if BUILT_IN.get(last) == task.__name__ and module == BUILT_IN_FROM:
         return last

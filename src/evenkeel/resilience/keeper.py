@@ -250,21 +250,21 @@ class Keeper:
         if code == 0:
             return not self._peers.await_all(self._stopped_within)
         if code < 0 and not self._regroup_time:  # after REGROUP this keeper may have killed it
-            death = f"was killed by {_signal_name(-code)}"
+            death = f"rank {self._rank} was killed by {_signal_name(-code)}"
         elif "hang" in self._messages:
-            death = "ended because of a hang"
+            death = f"rank {self._rank} ended because of a hang"
         elif self._regroup_time or ("lost" in self._messages and self._is_confirmed()):
             death = ""
         else:
             return False
         if self._without_progress >= self._limit:
-            _say(f"rank {self._rank} {death or 'lost another rank'} again, without progress; torchrun decides")
+            _say(f"{death or f'rank {self._rank} lost another rank'} again, without progress; torchrun decides")
             return False
-        if death and not self._peers.report_death():
+        if death and not self._peers.report_death(death):
             return False  # the others would wait for this rank
         self._without_progress += 1
         if death:
-            _say(f"rank {self._rank} {death}; all ranks restart in place, without torchrun")
+            _say(f"{death}; all ranks restart in place, without torchrun")
         return True
 
     def _is_confirmed(self) -> bool:

@@ -89,18 +89,21 @@ class Peers:
         try:
             if self._is_cut_off():
                 self._lose()
-            return self._store is not None and self._store.check([DIED])
+            if self._store and self._store.check([DIED]):
+                os.environ[keeper_link.LAST_END] = self._store.get(DIED).decode()
+                return True
         except RuntimeError:
             self._lose()
-            return False
+        return False
 
-    def report_death(self) -> bool:
-        """Report to the others that this rank has died; False if that failed although there are others."""
+    def report_death(self, how: str) -> bool:
+        """Report to the others how this rank has died; False if that failed although there are others."""
+        os.environ[keeper_link.LAST_END] = how
         if not self._generation:
             return True
         try:
             if self._store:
-                self._store.set(DIED, str(self._rank))
+                self._store.set(DIED, how)
                 return True
         except RuntimeError:
             self._lose()
@@ -136,10 +139,8 @@ class Peers:
                 return True
             store.add(DONE, 1)
             while store.add(DONE, 0) < self._world_size and time.monotonic() < deadline:
-                if store.check([DIED]):
-                    return False
-                if store.check([UNKEPT]) or wait_for_stop(self.interval):
-                    return True
+                if (died := self.has_died()) or store.check([UNKEPT]) or wait_for_stop(self.interval):
+                    return not died
             gone, deadline = store.add(GONE, 1), time.monotonic() + 1
             while keeper_link.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
                 time.sleep(self.interval / 4)  # or the others would lose this store

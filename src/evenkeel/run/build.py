@@ -38,6 +38,7 @@ from ..training.determinism import fix_arithmetic, threads_of_a_rank
 from ..training.early_stopping import Stopping
 from ..training.freezing import freeze
 from ..training.meta_device import built_on_meta
+from ..training.oom import note_batch
 from ..training.precision import Scaler
 from ..training.recomputation import recompute
 from ..training.refresh import Refresh, refuse_unrefreshable
@@ -126,6 +127,7 @@ def build_model(config: Config, task: Task) -> nn.Module:
     try:
         model = task.model()
     except (RuntimeError, AssertionError) as error:  # torch's, without a driver, a GPU or CUDA
+        note_batch(error, None, "make the network in model() smaller, or make room")
         # a machine with a GPU may have lost its driver for a moment
         if any(Path("/dev").glob("nvidia*")) or not re.search("NVIDIA driver|CUDA", str(error)):
             raise

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..common.naming import VALIDATION
 from ..data.data_digest import TRAINING
 from ..training.evaluation import Evaluation
 from ..training.prediction import predictions
+from ..training.side_effects import warn_of_sums
 from ..training.state import State
 from ..training.task import Task, defines
 from ..training.whole_batch_evaluation import evaluation_of
@@ -45,8 +48,11 @@ class Evaluator:
             records = list(read_records(attempt.path / "metrics.jsonl", TAIL)) if attempt.lead else []
             self._recorded = step, attempt.world.broadcast(evaluation_in(records, step))
         else:
-            compute = [self._task.predict] if config.save_predictions else []
-            rehearsed, *_ = [evaluation.rehearse(*compute) for evaluation in self._evaluations]
+            compute, first = [self._task.predict] if config.save_predictions else [], self._evaluations[0]
+            own = defines(type(self._task), "metrics") and not (first.divided or self._task.collectives)
+            size = first.sampler.micro_batches(0)[0].size if attempt.lead and own else 0
+            warn = partial(warn_of_sums, "metrics()", self._task.metrics, size)
+            rehearsed, *_ = [evaluation.rehearse(*compute, *[warn][:size]) for evaluation in self._evaluations]
             media.check(self._evaluations[0].shown)
             self._checked = rehearsed is not None
             if rehearsed is not None:

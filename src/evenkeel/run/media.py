@@ -65,7 +65,8 @@ def check(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, tuple[
         if (number := _number(value)) is not None:
             numbers[name] = number
         else:
-            files[name] = (".csv", _csv(value)) if _is_table(value) else (".png", _png(name, value))
+            table = isinstance(value, Sequence) and bool(value) and all(isinstance(row, Mapping) for row in value)
+            files[name] = (".csv", _csv(value)) if table else (".png", _png(name, value))
     return numbers, files
 
 
@@ -73,10 +74,6 @@ def _number(value: Any) -> float | None:
     if isinstance(value, Tensor) and value.numel() == 1 and value.dim() <= 1:
         return float(value)
     return float(value) if isinstance(value, Real) else None
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Sequence) and bool(value) and all(isinstance(row, Mapping) for row in value)
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 
 from torch import Tensor
 
 from ..common.naming import TRAIN, in_set
+from ..data.batch import to_device
 from ..training.arrivals import Arrivals
 from ..training.balance import Balance
 from ..training.distributed_loss import DistributedLoss
 from ..training.flops import per_sample
 from ..training.loss import LossFunction
 from ..training.memory_parts import PEAK, bytes_of_state, peak
+from ..training.side_effects import warn_of_sums
 from ..training.state import State
 from ..training.task import Task
+from ..training.whole_batch import of_whole_batches
 from .attempt import Attempt
 from .hints import hints, measure
 from .stragglers import Stragglers
@@ -76,6 +80,10 @@ class StepLog:
             config, world, last = self._attempt.config, self._attempt.world, model.last_micro_batch
             usual = self.losses == [self._task.loss]  # with others, or networks that take turns, the factors differ
             tracker.per_sample = per_sample(self._task, state.model, *last, config, world) if usual else {}
+            exchanges = self._task.collectives or config.sync_batchnorm or state.sharding
+            if usual and not exchanges and state.step == config.log_every and not of_whole_batches(self._task):
+                task = copy.copy(self._task)  # its loss may count its calls
+                warn_of_sums("loss()", task.loss, last[1], state.model, to_device(last[0], world.device))
         parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
         tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
         self._logged = state.step

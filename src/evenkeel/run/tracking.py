@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..common import display
+from ..common import display, keeper_link
 from ..common.arguments import lose_stdout
 from ..common.errors import Ended
 from ..common.files import append_json
@@ -109,7 +110,8 @@ class Tracker:
             except Exception as error:
                 log.warning("%s is off: %s", name, _described(error))
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
-        self.event("start", step, attempt=self.attempt, world_size=self.world_size)
+        last = {"last_end": end} if (end := os.environ.get(keeper_link.LAST_END)) else {}
+        self.event("start", step, attempt=self.attempt, world_size=self.world_size, **last)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
         place = display.near(self.path)

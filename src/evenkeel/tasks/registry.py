@@ -99,8 +99,10 @@ def load_task(name: str, label: str = "") -> type[Task]:
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = f"is not a subclass of evenkeel.tasks.Task in {source}"
         if found is None:
-            there = ", ".join(_tasks_in(source))
-            what = f"does not exist in {source}, which has " + (f"{there}; name one of them" if there else "no task")
+            there = _tasks_in(source)
+            near = [f"did you mean {it}?" for it in difflib.get_close_matches(attribute, there, 1)]
+            has = f"{', '.join(there)}; {[*near, 'name one of them'][0]}" if there else "no task"
+            what = f"does not exist in {source}, which has {has}"
         raise Refusal(f"{label}: {attribute} {what}")
     lossless = not any(defines(found, method) for method in ("loss", "embed", "batch_loss"))
     if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):

@@ -14,7 +14,7 @@ changes the state, so between two commits another thread may copy it at any time
 - arrivals: when each rank is ready for the reduction, and in which part of the step it spends its time
 - balance: how many micro-batches each rank computes, by its speed (--shares)
 - digest: 64 bits for each tensor, to compare the bits of two runs, or of two moments
-- side_effects: weights and numbers that a loss changes, which it must not
+- side_effects: weights and numbers that a loss changes, which it must not; a loss or metric that is a sum
 - sharding, row_norm: --shard on, and the norm of a gradient whose rows are on different ranks
 - memory_parts: how many bytes of a rank's memory each part of the state takes
 - meta_device: a model that has no memory until rank 0 sends its weights then

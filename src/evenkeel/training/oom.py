@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..common.errors import EndedHere
+from ..common.errors import EndedHere, place_of
 from ..common.memory import is_out_of_memory
 from ..common.phases import CHECKPOINT, EVALUATION, activity
 from ..common.versions import TORCH_FOR_SHARDING, numbers
@@ -61,7 +61,8 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
     # with nn.DataParallel or a model on several devices, the error may name another GPU
     if other := re.search(r"in replica \d+ on device (\d+)|GPU (\d+) has a total capacity", str(error)):
         device = torch.device("cuda", int(other[1] or other[2]))
-    wanted = re.search(r"ried to allocate (\d[\d.]* \w+)", str(error))
+    wanted = re.search(r"ried to allocate (\d[\d.]*) (\w+)", str(error))
+    size = "" if not wanted else _gib(float(wanted[1])) if wanted[2] == "bytes" else " ".join(wanted.groups())
     on_host = device.type != "cuda" or "DefaultCPUAllocator" in str(error) or isinstance(error, (MemoryError, OSError))
     place = f"the memory of host {socket.gethostname()}" if on_host else describe(device).line
     phase = activity.phase_of(error)
@@ -70,7 +71,7 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
     parts = [
         f"out of memory on rank {os.environ.get('RANK', '0')} ({place})",
         f"it was in {phase} " + (f"after step {activity.step}" if done else f"of step {activity.step + 1}"),
-        f"{wanted[1]} more were requested" if wanted else "",
+        (f"{size} more were requested" * bool(size) + place_of(error.__traceback__)).strip(),
         f"the batch was {batch}" if batch else "",
         _held_on_host() if on_host else _held_on_gpu(device),
         getattr(error, "remedy", "") or (remedy(config) if config else "make room, or use a smaller --micro-batch"),

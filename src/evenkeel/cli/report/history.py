@@ -141,7 +141,8 @@ class History:
     def _start(self, record: dict[str, Any]) -> None:
         step, time = record["step"], record["time"]
         if self.attempts:
-            self.attempts[-1].ending = self.attempts[-1].ending or "killed"
+            last = self.attempts[-1]
+            last.ending, last.reason = last.ending or "killed", record.get("last_end") or last.reason
             self.again += max(0, max(attempt.last_step for attempt in self.attempts) - step)
         for curve in self.curves.values():
             curve.cut(step)
