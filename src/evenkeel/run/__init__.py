@@ -18,6 +18,7 @@
     ending.py         finished, stopped, failed or hung: what is saved and recorded
     run_directory.py  the folder: claim and lock it, move a run aside, status.json
     identity.py       whether a job may use the folder: empty, or with the same run in it
+    crash_loop.py     counts attempts in a row that finish no step
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
     records.py        read status.json, metrics.jsonl and config.toml as they were written, or as they grow; the ledger

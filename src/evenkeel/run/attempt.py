@@ -39,7 +39,7 @@ from ..distributed.world import World
 from ..resilience.interruption import REGROUPING
 from ..training.cut import Cutter
 from ..training.task import Task
-from . import tracking
+from . import crash_loop, tracking
 from .checkpoint import Checkpoints
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
@@ -47,7 +47,7 @@ from .fingerprint import MICRO_BATCH, fingerprint_of_run
 from .identity import Identity, prepare_folder
 from .records import is_run, is_untrained, read_facts, recorded_options
 from .resume import compare_bits
-from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, claim, is_restart, launch_token
+from .run_directory import RunDirectory, RunState, adopt, claim, is_restart, launch_token
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
@@ -156,7 +156,7 @@ class Attempt:
             # a later attempt may have a state in memory only; a run that is "stopped" without one on disk is untrained
             state: RunState = "stopped" if mine.attempts == 1 else "running"
             with contextlib.suppress(OSError):
-                mine.update(state, reason=reason, fruitless=0)  # a stop is no crash loop
+                mine.update(state, reason=reason, **crash_loop.CLEARED)
         self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
 
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]]) -> bool:
@@ -330,13 +330,9 @@ class Attempt:
         return status.get("state") == "finished" and bool(over)
 
     def _end_crash_loop(self, status: dict[str, Any]) -> None:
-        if status["fruitless"] <= MAX_FRUITLESS:
+        if not (reason := crash_loop.reason_to_end(status)):
             return
-        reason = f"{MAX_FRUITLESS} consecutive attempts died before they finished a step"
         if self._directory:
-            last = self._directory.status.get("last_failure")
-            unknown = ", without an error: killed from outside, perhaps out of memory"
-            reason += f"; the last: {last}" if last else unknown
             with contextlib.suppress(OSError):
                 self._directory.update("failed", reason=reason)
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")

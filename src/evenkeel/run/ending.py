@@ -29,6 +29,7 @@ from ..training.nonfinite import NonFinite
 from ..training.oom import OutOfMemory, explained
 from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
+from . import crash_loop
 from .attempt import Attempt
 from .checkpoint import Damaged, known_step, read_manifest, step_of
 from .checkpointer import Checkpointer
@@ -160,7 +161,7 @@ class Ending:
         if self.watch:
             self.watch.end()
         self._step_log.await_last_line()
-        self._record_end("stopped", reason, STOPPED, **({} if regroups else {"fruitless": 0}))  # no crash loop
+        self._record_end("stopped", reason, STOPPED, **({} if regroups else crash_loop.CLEARED))
         if regroups:
             self._attempt.say(f"evenkeel: another rank died; {saved}; this rank starts again")
             return

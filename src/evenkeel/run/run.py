@@ -293,8 +293,8 @@ class Run:
             self.step_log.report_memory()
         if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
             state.task_state.compare()
-        if lead and lead.directory.fruitless:
-            lead.directory.try_update(fruitless=0)  # this attempt has finished a step
+        if lead:
+            lead.directory.record_progress()
         self.step_log.after_step(model, model.norm if norm is None else norm)
         if state.evaluation_is_due():
             self._evaluate_and_save()

@@ -25,6 +25,7 @@ from ..common.display import near, say
 from ..common.errors import Ended, Refusal
 from ..common.files import lock, make_unused, write_atomically, write_json
 from ..common.processes import stat
+from . import crash_loop
 from .identity import Identity, prepare_folder, refuse_another_run
 from .records import is_run, is_untrained, read_facts, read_record
 
@@ -43,9 +44,6 @@ OURS = (
     "streams", "wandb", "tensorboard", "trackers", "media", "predictions", "profile", "config.toml", "report.html",
     "audit.json")  # fmt: skip
 """Files of a run in its folder besides status.json, and those of `evenkeel report` and `audit`."""
-
-MAX_FRUITLESS = 3
-"""Maximum consecutive attempts that die before their first step."""
 
 
 def launch_token() -> str:
@@ -97,11 +95,6 @@ class RunDirectory:
         return bool(self._options)
 
     @property
-    def fruitless(self) -> int:
-        """Consecutive starts, including the present one, without a finished step."""
-        return int(self.status.get("fruitless", 0))
-
-    @property
     def seconds(self) -> float:
         """Wall-clock seconds of all attempts that recorded theirs."""
         return round(self._seconds_before + time.monotonic() - self._claimed, 3)
@@ -130,16 +123,9 @@ class RunDirectory:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
         restarted = is_restart(self.status, tokens)
         launch = set(filter(None, tokens)) | set(self.status["launch"] if restarted else ())
-        last_failure, fruitless = self.status.get("last_failure"), self.fruitless
-        if fruitless <= MAX_FRUITLESS:  # beyond, the recorded reason is only that so many attempts died
-            last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
-        requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
-        # the user has typed the command again; or a requeue, which is not the job's fault (--max-requeues limits these)
-        if not restarted or requeues != self.status.get("requeues", "0"):
-            fruitless = 0
         facts |= {"launch": sorted(launch), "world_sizes": [*self.status.get("world_sizes", []), len(tokens)]}
         facts["run_id"] = self.status.get("run_id") or uuid4().hex  # an older version made none
-        facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
+        facts |= crash_loop.counted(self.status, restarted) | {"reason": ""}
         self._over, self._seconds_before = False, self.status.get("seconds", 0.0)
         self.update("running", **facts)  # first, because a run is known by its status.json
         _write_config(self.path, options)
@@ -171,6 +157,11 @@ class RunDirectory:
             self.update("running", **facts)
         except OSError as error:
             log.error("status.json: %s", error)
+
+    def record_progress(self) -> None:
+        """Record the first finished step of this attempt; called after each."""
+        if self.status["fruitless"]:
+            self.try_update(**crash_loop.CLEARED)
 
     def _make_again(self) -> None:
         """Make the folder again if it was deleted during the run: without config.toml the rest is useless."""
@@ -213,7 +204,8 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
         return None
     aside = _move_aside(path) if fresh and not is_restart(mine, status["launch"]) and is_run(path) else None
     _write_config(path, options)
-    write_json(path / "status.json", status)
+    # it will not learn of steps that finish, so if rank 0's node is lost, what was counted before says nothing here
+    write_json(path / "status.json", {**status, **crash_loop.CLEARED})
     return aside
 
 
