@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2424,
     "resilience": 1662,
     "training": 6488,
-    "run": 6757,
+    "run": 6769,
     "tasks": 2284,
     "mirror": 558,
     "launch": 2999,

@@ -40,7 +40,7 @@ from ..resilience.interruption import REGROUPING
 from ..training.cut import Cutter
 from ..training.task import Task
 from . import crash_loop, tracking
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, Provenance
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint_of_run
@@ -101,7 +101,7 @@ class Attempt:
         config, plan: the options and how steps are cut, once :meth:`begin` has decided the cut.
         lead: the run's folder and its tracker, on rank 0 once the attempt has begun; None if the run is finished.
         data: compares the samples among ranks and with earlier attempts.
-        checkpoints: the run's on this node.
+        checkpoints, provenance: the run's on this node, and what each of them says of the run.
         compiled: with --compile.
         logs: folder of logs; of this attempt's, once it has begun.
         hosts: the host name of each rank, once it has begun.
@@ -126,7 +126,8 @@ class Attempt:
         facts = fingerprint_of_run(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
         folder, best, every = self.path / "checkpoints", config.keep_best, config.keep_every
-        self.checkpoints = Checkpoints(folder, config.keep, None, facts, keep_best=best, keep_every=every)
+        self.provenance = Provenance(fingerprint=facts)
+        self.checkpoints = Checkpoints(folder, config.keep, self.provenance, best, every)
         self.logs = self.path / "logs"
         self.lead: Lead | None = None
         self.hosts: list[str] = []
@@ -180,7 +181,7 @@ class Attempt:
         self._refuse_other_bits(before)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
-        self.checkpoints.run_id = status.get("run_id", "")
+        self.provenance.run_id = status.get("run_id", "")
         if self._finished(status):
             early = " early" if status.get("stopped_early") else ""
             end = f"finished{early} at step {status.get('step', 0)}"
@@ -224,7 +225,7 @@ class Attempt:
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
         present = [manifest for manifest in manifests if manifest and not before.starts_over]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
-        compare_bits(self.world.gather(self.checkpoints.fingerprint), newest, strict=True)
+        compare_bits(self.world.gather(self.provenance.fingerprint), newest, strict=True)
 
     def _record_start(self, before: Records) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
@@ -323,7 +324,7 @@ class Attempt:
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)
-        self.checkpoints.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
+        self.provenance.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
 
     def _finished(self, status: dict[str, Any]) -> bool:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps

@@ -80,32 +80,40 @@ class Manifest:
 
 
 @dataclass
-class Checkpoints:
-    """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues.
+class Provenance:
+    """What all checkpoints of a run say of it (see `Manifest`). `Attempt` owns it; its fields say who else sets them.
 
-    In a run `Attempt` makes it, completes `fingerprint` when the cut is decided, and sets `run_id` when the start is
-    recorded. `Run`, `Resume` and `Evaluator` set `best_by` when they learn which metric decides. `Resume` sets
-    `bits_void_from`, and rank 0's `fingerprint` on all ranks. Nothing of it changes after the first evaluation.
+    Nothing of it changes after the first evaluation.
     """
 
-    folder: Path
-    keep: int
-    """Newest ones to keep, besides the best ones."""
-    best_by: tuple[str, str] | None
-    """(metric, "max" or "min") that decides which one is best; without its set, the test set's. None: none."""
+    best_by: tuple[str, str] | None = None
+    """(metric, "max" or "min") that decides which is best; without its set, the test set's. None: none. Set by
+    `Resume`, and by `Evaluator`, as only an evaluation shows whether the loss is the only metric."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """Written into each manifest, like the next field."""
+    """`Attempt` completes it when the cut is decided; `Resume` sets rank 0's on all ranks."""
     bits_void_from: int | None = None
-    keep_best: int = 1
-    """Best ones to keep, besides the newest."""
-    keep_every: int = 0
-    """Keep those whose step is a multiple of this for ever; 0: none."""
+    """Set by `Resume`."""
     run_id: str = ""
-    """The run's, in status.json. A writer that finds another one there comes late; empty: it does not look."""
+    """The run's, in status.json; set by `Attempt` once the start is recorded. A writer that finds another one there
+    comes late; empty: it does not look."""
 
     def __post_init__(self) -> None:
         if self.best_by:
             self.best_by = full_name(TEST, self.best_by[0]), self.best_by[1]
+
+
+@dataclass
+class Checkpoints:
+    """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues."""
+
+    folder: Path
+    keep: int
+    """Newest ones to keep, besides the best ones."""
+    provenance: Provenance = field(default_factory=Provenance)
+    keep_best: int = 1
+    """Best ones to keep, besides the newest."""
+    keep_every: int = 0
+    """Keep those whose step is a multiple of this for ever; 0: none."""
 
     @property
     def place(self) -> str:
@@ -155,7 +163,8 @@ class Checkpoints:
 
     def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
         """The manifest of a checkpoint that is written now, without its files, which are not known yet."""
-        facts = named(TEST, metrics), self.best_by, self.fingerprint, self.bits_void_from
+        it = self.provenance
+        facts = named(TEST, metrics), it.best_by, it.fingerprint, it.bits_void_from
         return Manifest(step, time.time(), kind, socket.gethostname(), *facts, {}, self.keep_every)
 
     def clear_snapshots(self, before: int) -> None:
@@ -266,17 +275,18 @@ class Checkpoints:
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         """The deciding metric, with a sign so that greater is better; -inf if it is missing or NaN."""
-        value = named(TEST, metrics).get(self.best_by[0], math.nan) if self.best_by else math.nan
+        name, mode = self.provenance.best_by or ("", "")
+        value = named(TEST, metrics).get(name, math.nan)
         if math.isnan(value):
             return -math.inf
-        return value if self.best_by and self.best_by[1] == "max" else -value
+        return value if mode == "max" else -value
 
 
 def refuse_stale_writer(checkpoints: Checkpoints) -> None:
     """Raise an OSError if another run has begun in the folder (--fresh): this process is left of the one before."""
     with contextlib.suppress(ValueError):  # a status.json that was damaged says nothing
-        now = read_json(checkpoints.folder.parent / "status.json").get("run_id")
-        if now and checkpoints.run_id and now != checkpoints.run_id:
+        now, mine = read_json(checkpoints.folder.parent / "status.json").get("run_id"), checkpoints.provenance.run_id
+        if now and mine and now != mine:
             raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", checkpoints.place)
 
 

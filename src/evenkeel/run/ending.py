@@ -124,7 +124,7 @@ class Ending:
             "restarts": directory.attempts - 1,
             "restarts_in_place": directory.status.get("restarts_in_place", 0),
             "world_sizes": directory.status["world_sizes"],
-            "bits_void_from": self._saver.checkpoints.bits_void_from,
+            "bits_void_from": self._attempt.provenance.bits_void_from,
             "seconds": directory.seconds,
             "goodput": goodput(spent),
             "ledger": spent,
@@ -208,7 +208,7 @@ class Ending:
         blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"
         if diagnosis.is_lowest and self._world.rank != 0:  # rank 0 is frozen, so this one records the end
             with contextlib.suppress(OSError):  # the file system may be the cause
-                known, run_id = read_facts(status)[0], self._saver.checkpoints.run_id
+                known, run_id = read_facts(status)[0], self._attempt.provenance.run_id
                 if (known.get("state"), known.get("run_id")) == ("running", run_id):
                     mark_failed(status, explanation, wrong_nodes=_wrong_nodes(known, blamed))
         self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(self._attempt.status, blamed))

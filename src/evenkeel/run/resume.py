@@ -40,7 +40,7 @@ class Resume:
     Args:
         config: the options.
         world: the ranks that go on; the process group exists.
-        checkpoints: of the run on this node; they get the facts about bits for later manifests.
+        checkpoints: of the run on this node; it completes their provenance.
 
     Attributes:
         unevaluated: whether the state was saved without an evaluation of it.
@@ -49,7 +49,7 @@ class Resume:
     def __init__(self, config: Config, world: World, checkpoints: Checkpoints) -> None:
         assert config.run_dir is not None  # resolved
         self._config, self._world, self._checkpoints, self._path = config, world, checkpoints, config.run_dir
-        self.unevaluated = False
+        self._provenance, self.unevaluated = checkpoints.provenance, False
         self._other_bits: Differences = {}
         self._other_best = ""
 
@@ -75,7 +75,7 @@ class Resume:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
             self._other_best = state.stopping.go_on(manifest.best_by)
-            self._checkpoints.best_by = state.stopping.best_by
+        self._provenance.best_by = state.stopping.best_by
         rank_memory.discard_previous()
         activity.enter(START_UP, "first step")
 
@@ -83,7 +83,7 @@ class Resume:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         leads_node = self._world.local_rank == 0
         while True:
-            offers = self._world.gather(rank_memory.offer(self._checkpoints.run_id))
+            offers = self._world.gather(rank_memory.offer(self._provenance.run_id))
             if leads_node and not any(offers):  # else it may be writing what is in memory
                 await_writer(self._checkpoints)
             on_disk = self._world.gather(self._checkpoints.newest_named_step() if leads_node else 0)
@@ -101,12 +101,12 @@ class Resume:
 
     def _record_bits(self, manifest: Manifest | None) -> None:
         """Set what later manifests say: rank 0's fingerprint, and the step from which bits may differ."""
-        present = self._world.gather(self._checkpoints.fingerprint)
+        present = self._world.gather(self._provenance.fingerprint)
         self._other_bits = compare_bits(present, manifest, self._config.strict_bits)
         step, void_from = (manifest.step, manifest.bits_void_from) if manifest else (0, None)
         if self._other_bits and void_from is None:
             void_from = step
-        self._checkpoints.fingerprint, self._checkpoints.bits_void_from = present[0], void_from
+        self._provenance.fingerprint, self._provenance.bits_void_from = present[0], void_from
 
     def _from_disk(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
         """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
@@ -120,7 +120,7 @@ class Resume:
         """The state that ranks have stored in memory, and its manifest. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = rank_memory.previous(self._checkpoints.run_id) if in_memory[world.rank] else None
+        before = rank_memory.previous(self._provenance.run_id) if in_memory[world.rank] else None
         file = Path(before.path).open("rb") if before else open_first(filter(None, in_memory))  # noqa: SIM115
         everywhere = all(world.gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"

@@ -94,7 +94,6 @@ class Run:
     ) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
-        attempt.checkpoints.best_by = state.stopping.best_by
         self.finished = finished
         self.asked_to_stop: Callable[[], bool] = lambda: False  # `fit` sets it: Ctrl-C in a notebook
         self.evaluator = Evaluator(attempt, task, state)

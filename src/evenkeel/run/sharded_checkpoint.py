@@ -24,7 +24,7 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.memory_checkpoint import step_in
 from ..training import slots
-from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, refuse_stale_writer, step_of
+from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, Provenance, manifest_of, refuse_stale_writer, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
 ROWS_TIMEOUT = 600.0
@@ -33,15 +33,15 @@ ROWS_TIMEOUT = 600.0
 
 def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
     """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
-    more = {"folder": checkpoints.place, "run_id": checkpoints.run_id, "keep": checkpoints.keep}
+    more = {"folder": checkpoints.place, "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
     return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
 
 
 def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
     """The folder that :func:`facts_of` has described."""
     it = manifest_of(dict(facts))
-    folder, keep, keep_best, run_id = Path(facts["folder"]), facts["keep"], facts["keep_best"], facts["run_id"]
-    return Checkpoints(folder, keep, it.best_by, it.fingerprint, it.bits_void_from, keep_best, it.keep_every, run_id)
+    provenance = Provenance(it.best_by, it.fingerprint, it.bits_void_from, facts["run_id"])
+    return Checkpoints(Path(facts["folder"]), facts["keep"], provenance, facts["keep_best"], it.keep_every)
 
 
 def write_rows(

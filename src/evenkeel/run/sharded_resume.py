@@ -42,7 +42,7 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     if world.rank == 0:
         await_writers(checkpoints)
     on_disk = world.broadcast(checkpoints.newest_step() if world.rank == 0 else None)
-    saver.slots.keep_run(checkpoints.run_id)
+    saver.slots.keep_run(checkpoints.provenance.run_id)
     everywhere = world.gather(saver.slots.steps())
     step = common_step(everywhere)
     activity.enter(START_UP, "resuming")
