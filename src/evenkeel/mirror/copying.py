@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from ..common.display import say
 from ..common.errors import REFUSED, Refusal
 from ..common.processes import AGENT_SIGNALS
-from ..config import differences
+from ..config import changed_options
 from ..resilience.interruption import STOPPED
 from ..run.checkpoint import MANIFEST, Checkpoints, Damaged, Manifest, Provenance, read_manifest, step_of
 from ..run.records import read_config
@@ -153,7 +153,7 @@ class Copier:
         if theirs and config.is_file():
             self.store.copies.mkdir(exist_ok=True)
             (copy := self.store.copies / FILES[0]).write_bytes(theirs)
-            if changed := differences(read_config(copy), read_config(config), frozenset(self.settings.harmless)):
+            if changed := changed_options(read_config(copy), read_config(config), frozenset(self.settings.harmless)):
                 name, there, here = changed[0]
                 raise Refusal(f"--mirror {self.settings.url}: has another run: {name} is {there} there, {here} here")
 

@@ -29,7 +29,7 @@ from ..common.arguments import flag
 from ..common.display import near
 from ..common.errors import Ended, Refusal
 from ..common.phases import START_UP, activity
-from ..config import Config, differences, saved_options
+from ..config import Config, changed_options, saved_options
 from ..config.options import ALIKE
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
@@ -131,6 +131,7 @@ class Attempt:
         self.logs = self.path / "logs"
         self.lead: Lead | None = None
         self.hosts: list[str] = []
+        self._notices: list[str] = []  # warnings to log when the attempt has begun; "" for none
         self.harmless, self._cutter = task.harmless, cutter
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
@@ -172,12 +173,12 @@ class Attempt:
         """
         before = self._gather_records()
         # once on each node; its other ranks wait in the next collective
-        warning = self.compiled.unpack(before.starts_over) if self.compiled and self.world.local_rank == 0 else ""
+        if self.compiled and self.world.local_rank == 0:
+            self._notices.append(self.compiled.unpack(before.starts_over))
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare(before.newest)
-        config, threads, cut_line = self._decide_cut(before, find_micro_batch)
-        self._take_cut(config, threads)
+        cut_line = self._decide_cut(before, find_micro_batch)
         self._refuse_other_bits(before)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
@@ -187,10 +188,12 @@ class Attempt:
             end = f"finished{early} at step {status.get('step', 0)}"
             self.say(f"evenkeel: {near(self.path)}: {end}; --fresh starts over")
             return True
-        uneven_warning = self._start_logging(status, warning)
+        self._start_logging(status)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
         self._end_crash_loop(status)
-        self._start_tracking(uneven_warning, cut_line)
+        self._start_tracking(cut_line)
+        for line in filter(None, self._notices):
+            log.warning("%s", line)
         return False
 
     def record_order(self, epoch: int) -> None:
@@ -215,7 +218,7 @@ class Attempt:
         options, alike = everywhere[0]
         for rank, (typed, here_alike) in enumerate(everywhere):
             other = [(name, value, here_alike[name]) for name, value in alike.items() if here_alike[name] != value]
-            for name, lead, here in [*differences(options, typed, self.harmless), *other]:
+            for name, lead, here in [*changed_options(options, typed, self.harmless), *other]:
                 raise Refusal(f"{flag(name)} is {lead} on rank 0 and {here} on rank {rank}; type the same on all nodes")
 
     def _refuse_other_bits(self, before: Records) -> None:
@@ -263,9 +266,9 @@ class Attempt:
         directory.begin(self.options, before.tokens, **facts)
         return directory.status
 
-    def _start_logging(self, status: dict[str, Any], warning: str) -> str:
-        """On every rank: start its log with this warning, and on a node without rank 0 copy the facts of the run.
-        Returns a line if GPUs differ; raises Ended on all ranks if a node cannot write."""
+    def _start_logging(self, status: dict[str, Any]) -> None:
+        """On every rank: start its log, and on a node without rank 0 copy the facts of the run. Raises Ended on all
+        ranks if a node cannot write."""
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
         ready = self._try_to_write(lambda: self._write_log(status))
         mine = describe(self.world.device)
@@ -277,9 +280,8 @@ class Attempt:
         for _, ended in everywhere:
             if ended:
                 raise ended
-        if warning:
-            log.warning("%s", warning)
-        return explain_uneven([device.kind for device, _ in everywhere])
+        if self._directory:
+            self._notices.append(explain_uneven([device.kind for device, _ in everywhere]))
 
     def _write_log(self, status: dict[str, Any]) -> None:
         copies = self.world.local_rank == 0 and not self._directory
@@ -300,11 +302,10 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> tuple[Config, int, str]:
-        """Decide how steps are cut: as recorded for this run; for a new one, by options.
+    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
+        """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
-        The same on all ranks, whichever node has the run's folder. Returns the options with the cut, the recorded
-        number of threads (0: none), and a line about the cut, or "".
+        The same on all ranks, whichever node has the run's folder. Returns a line about a cut that was found, else "".
         """
         recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_attempts, default={})
         config, line = self._cutter(recorded), ""
@@ -314,17 +315,14 @@ class Attempt:
                 activity.enter(START_UP, "--micro-batch auto")
                 found, line = find_micro_batch()
             config = replace(config, micro_batch=int(found))
-        return config, recorded.get("threads", 0), line
-
-    def _take_cut(self, config: Config, threads: int) -> None:
-        """Train with the cut in these options, and with this number of threads, unless one is typed or it is 0."""
-        if threads and not config.threads:
+        if (threads := recorded.get("threads", 0)) and not config.threads:
             torch.set_num_threads(threads)
         self.config, self.plan = config, Plan.of(config, self.plan.length, self.plan.batches)
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)
         self.provenance.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
+        return line
 
     def _finished(self, status: dict[str, Any]) -> bool:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
@@ -338,8 +336,8 @@ class Attempt:
                 self._directory.update("failed", reason=reason)
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
-    def _start_tracking(self, uneven_warning: str, cut_line: str) -> None:
-        """Start the tracker on rank 0, and log warnings and how the cut was found; both lines may be ""."""
+    def _start_tracking(self, cut_line: str) -> None:
+        """Start the tracker on rank 0, and report how the cut was found, if a line says so."""
         if not (directory := self._directory):
             return
         config, plan, world = self.config, self.plan, self.world
@@ -348,10 +346,8 @@ class Attempt:
         for name, make in self._own_trackers.items():
             tracker.own_trackers[name] = partial(make, self.path.name, self.path, self.options)
         if damage := directory.trouble:
-            log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
-        at_start = warnings_at_start(config, plan, world, self.sets)
-        for line in filter(None, (uneven_warning, self.data.warning(), *at_start)):
-            log.warning("%s", line)
+            self._notices.append(f"{self.path}/{damage}; the run goes on from its checkpoints")
+        self._notices += [self.data.warning(), *warnings_at_start(config, plan, world, self.sets)]
         if cut_line:
             self.say(cut_line)
             tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=cut_line)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 LEFT_BEHIND = 600.0
 """Seconds without a write, after which an incomplete checkpoint is one of a killed process."""
 
-LOCK_TIMEOUT = 10.0
+WRITER_TIMEOUT = 10.0
 """Seconds that a planned checkpoint waits for another writer. A rescue has less: the rest of --grace."""
 
 MANIFEST = "manifest.json"
@@ -139,7 +139,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self.locked(time.monotonic() + LOCK_TIMEOUT) as alone:
+        with self.locked(time.monotonic() + WRITER_TIMEOUT) as alone:
             if alone:  # or ranks that are killed while they save, and start again from memory, fill the disk
                 clean_locked(self.folder, LEFT_BEHIND)
             return self._write(state, metrics, "checkpoint")
@@ -156,10 +156,10 @@ class Checkpoints:
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
         with self.locked(until):
-            there = self.newest_step() >= state["step"]
+            exists = self.newest_step() >= state["step"]
             if kind == "checkpoint":  # a snapshot of this step has no evaluation
-                there = any((m.step, m.kind) == (state["step"], kind) for _, m in self._manifests())
-            return None if there else self._write(state, metrics, kind)
+                exists = any((m.step, m.kind) == (state["step"], kind) for _, m in self._manifests())
+            return None if exists else self._write(state, metrics, kind)
 
     def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
         """The manifest of a checkpoint that is written now, without its files, which are not known yet."""
@@ -209,8 +209,8 @@ class Checkpoints:
         """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `locked`."""
         refuse_stale_writer(self)  # again: this process may have been frozen while it wrote
         old = self.folder / f".{final.name}.old"
-        again = kind == "checkpoint" or not (final / MANIFEST).exists()
-        if again and final.exists():  # the same step, written by an earlier attempt
+        replaces = kind == "checkpoint" or not (final / MANIFEST).exists()
+        if replaces and final.exists():  # the same step, written by an earlier attempt
             shutil.rmtree(old, ignore_errors=True)
             final.replace(old)
         try:
@@ -298,7 +298,7 @@ def await_writer(checkpoints: Checkpoints) -> None:
         if free:
             return
     log.warning("a process of an earlier attempt is still writing to %s; waiting for it", checkpoints.place)
-    with folder_locked(checkpoints.folder, time.monotonic() + LOCK_TIMEOUT, fcntl.LOCK_SH):
+    with folder_locked(checkpoints.folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
         pass
 
 

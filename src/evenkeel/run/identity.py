@@ -12,7 +12,7 @@ from typing import Any
 from ..common.arguments import flag
 from ..common.display import near
 from ..common.errors import Refusal
-from ..config import differences
+from ..config import changed_options
 from .checkpoint import step_folders
 from .records import is_run, is_untrained, read_config, read_facts
 
@@ -81,7 +81,7 @@ def refuse_another_run(path: Path, run: Identity) -> None:
         )
     status, _ = read_facts(path / "status.json")
     before = read_config(config) if config.exists() else run.options
-    if changed := differences({**run.earlier, **before}, {**run.earlier, **run.options}, run.harmless):
+    if changed := changed_options({**run.earlier, **before}, {**run.earlier, **run.options}, run.harmless):
         shown = ", ".join(
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
             for name, old, new in changed

@@ -74,7 +74,7 @@ class Resume:
         if manifest:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
-            self._other_best = state.stopping.go_on(manifest.best_by)
+            self._other_best = state.stopping.resume_from(manifest.best_by)
         self._provenance.best_by = state.stopping.best_by
         rank_memory.discard_previous()
         activity.enter(START_UP, "first step")

@@ -24,7 +24,16 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.memory_checkpoint import step_in
 from ..training import slots
-from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, Provenance, manifest_of, refuse_stale_writer, step_of
+from .checkpoint import (
+    MANIFEST,
+    WRITER_TIMEOUT,
+    Checkpoints,
+    Kind,
+    Provenance,
+    manifest_of,
+    refuse_stale_writer,
+    step_of,
+)
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
 ROWS_TIMEOUT = 600.0
@@ -146,7 +155,7 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
 def await_writers(checkpoints: Checkpoints) -> None:
     """At a start: wait for processes of earlier attempts that still write, complete what they can no longer, and
     delete what is left."""
-    until = time.monotonic() + LOCK_TIMEOUT
+    until = time.monotonic() + WRITER_TIMEOUT
     for folder in sorted(checkpoints.folder.glob(".step-*.tmp")):
         with contextlib.suppress(OSError), folder_locked(folder, until):  # OSError: complete, it has another name now
             publish_if_whole(checkpoints, folder, until)
