@@ -195,16 +195,19 @@ class Ending:
         return saved
 
     def hung(self) -> None:
-        """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
+        """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun.
+
+        Each call is where it is for a reason: --grace may end this process after any of them.
+        """
         assert self.watch
         diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
-        saved = self._rescue(in_place=keeper_link.has_keeper())
-        explanation = diagnosis.explain()
-        if diagnosis.is_within_reach():
+        saved = self._rescue(in_place=keeper_link.has_keeper())  # all below can be done without
+        explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
+        if diagnosis.is_within_reach():  # else a frozen rank stays, and this one cannot start in place without it
             keeper_link.send("hang")
         log.info("failed at step %d: %s", self._state.step, explanation)
-        activity.write_off()
-        diagnosis.kill_frozen()
+        activity.write_off()  # before the record, which has the seconds of each phase
+        diagnosis.kill_frozen()  # before the record: its file system may be the cause, and torchrun waits for these
         blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"
         if diagnosis.is_lowest and self._world.rank != 0:  # rank 0 is frozen, so this one records the end
             with contextlib.suppress(OSError):  # the file system may be the cause
@@ -212,8 +215,8 @@ class Ending:
                 if (known.get("state"), known.get("run_id")) == ("running", run_id):
                     mark_failed(status, explanation, wrong_nodes=_wrong_nodes(known, blamed))
         self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(self._attempt.status, blamed))
-        diagnosis.write_collectives()
-        diagnosis.compare_collectives()
+        diagnosis.write_collectives()  # after all that matters: torch may hang in NCCL's
+        diagnosis.compare_collectives()  # of the files that all ranks have just written
 
     @property
     def _step(self) -> int:
