@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import logging
 import math
 import os
 import re
@@ -37,8 +35,6 @@ from ..common.naming import TEST, full_name, named
 from .state_files import STATE as STATE
 from .state_files import Damaged as Damaged
 from .state_files import Want, WrittenFile, clean, clean_locked, dump, read_state, replaced, set_aside, state_files
-
-log = logging.getLogger(__name__)
 
 LEFT_BEHIND = 600.0
 """Seconds without a write, after which an incomplete checkpoint is one of a killed process."""
@@ -290,16 +286,17 @@ def refuse_stale_writer(checkpoints: Checkpoints) -> None:
             raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", checkpoints.place)
 
 
-def await_writer(checkpoints: Checkpoints) -> None:
-    """At a start: wait for a process that an earlier attempt has left and that still writes (`folder_locked`)."""
-    if not checkpoints.folder.exists():
-        return
-    with folder_locked(checkpoints.folder, 0.0, fcntl.LOCK_SH) as free:
-        if free:
-            return
-    log.warning("a process of an earlier attempt is still writing to %s; waiting for it", checkpoints.place)
-    with folder_locked(checkpoints.folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
-        pass
+def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
+    """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
+    more = {"folder": checkpoints.place, "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
+    return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
+
+
+def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
+    """The folder that :func:`facts_of` has described."""
+    it = manifest_of(dict(facts))
+    provenance = Provenance(it.best_by, it.fingerprint, it.bits_void_from, facts["run_id"])
+    return Checkpoints(Path(facts["folder"]), facts["keep"], provenance, facts["keep_best"], it.keep_every)
 
 
 def known_step(checkpoints: Checkpoints) -> int | str:

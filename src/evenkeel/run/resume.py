@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
+from ..common.files import folder_locked
 from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
 from ..config import Config
@@ -22,7 +25,7 @@ from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
 from ..training.freezing import left_evaluating, unregistered
 from ..training.state import State
-from .checkpoint import Checkpoints, Manifest, await_writer, manifest_of
+from .checkpoint import WRITER_TIMEOUT, Checkpoints, Manifest, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, differences_among_ranks
 from .records import TAIL, evaluation_in, read_records
 from .run_directory import RunDirectory
@@ -85,7 +88,7 @@ class Resume:
         while True:
             offers = self._world.gather(rank_memory.offer(self._provenance.run_id))
             if leads_node and not any(offers):  # else it may be writing what is in memory
-                await_writer(self._checkpoints)
+                self._await_writer()
             on_disk = self._world.gather(self._checkpoints.newest_named_step() if leads_node else 0)
             newest = max([*on_disk, *(offer.step for offer in offers if offer)])
             if newest == 0:
@@ -98,6 +101,17 @@ class Resume:
                 manifest, saved = self._from_disk(newest, on_disk.index(newest))
             if manifest:
                 return manifest, saved
+
+    def _await_writer(self) -> None:
+        """Wait for a process that an earlier attempt has left and that still writes."""
+        if not (folder := self._checkpoints.folder).exists():
+            return
+        with folder_locked(folder, kind=fcntl.LOCK_SH) as free:
+            if free:
+                return
+        log.warning("a process of an earlier attempt is still writing to %s; waiting for it", self._checkpoints.place)
+        with folder_locked(folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
+            pass
 
     def _record_bits(self, manifest: Manifest | None) -> None:
         """Set what later manifests say: rank 0's fingerprint, and the step from which bits may differ."""

@@ -24,33 +24,11 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.memory_checkpoint import step_in
 from ..training import slots
-from .checkpoint import (
-    MANIFEST,
-    WRITER_TIMEOUT,
-    Checkpoints,
-    Kind,
-    Provenance,
-    manifest_of,
-    refuse_stale_writer,
-    step_of,
-)
+from .checkpoint import MANIFEST, WRITER_TIMEOUT, Checkpoints, Kind, checkpoints_of, refuse_stale_writer, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
 ROWS_TIMEOUT = 600.0
 """Seconds that rank 0 waits for the rows of the others, after its own are written."""
-
-
-def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
-    """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
-    more = {"folder": checkpoints.place, "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
-    return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
-
-
-def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
-    """The folder that :func:`facts_of` has described."""
-    it = manifest_of(dict(facts))
-    provenance = Provenance(it.best_by, it.fingerprint, it.bits_void_from, facts["run_id"])
-    return Checkpoints(Path(facts["folder"]), facts["keep"], provenance, facts["keep_best"], it.keep_every)
 
 
 def write_rows(
