@@ -72,7 +72,7 @@ def test_the_kernels_of_another_machine_make_other_bits_of_the_same_job(tmp_path
 
 def made_up(folder: Path, step: int, value: float) -> Path:
     """A run that has left a checkpoint and no more."""
-    Checkpoints(folder / "checkpoints", 2, Provenance(("accuracy", "max"), {"threads": str(value)})).save(
+    Checkpoints(folder / "checkpoints", 2, Provenance(("test/accuracy", "max"), {"threads": str(value)})).save(
         {"step": step, "model": {"w": torch.full((3,), value)}, "optimizers": []}, {}
     )
     (folder / "config.toml").write_text("seed = 0\n")

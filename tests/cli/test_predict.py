@@ -17,7 +17,7 @@ STATE = {"step": 3, "model": {}, "optimizers": []}
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    Checkpoints(tmp_path / "run" / "checkpoints", 2, Provenance(("accuracy", "max"))).save(STATE, {})
+    Checkpoints(tmp_path / "run" / "checkpoints", 2, Provenance(("test/accuracy", "max"))).save(STATE, {})
     (tmp_path / "run" / "config.toml").write_text('task = "classify"\n')
     return tmp_path / "run"
 

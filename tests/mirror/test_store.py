@@ -29,7 +29,7 @@ class Died(Exception):  # noqa: N818
 def saved(folder: Path, step: int, accuracy: float = 0.0, **more: Any) -> Path:
     """A checkpoint whose metric is an accuracy."""
     state = {"step": step, "model": {"w": torch.full((1000,), float(step))}, "optimizers": []}
-    checkpoints = Checkpoints(folder, 99, Provenance(("accuracy", "max")), **more)
+    checkpoints = Checkpoints(folder, 99, Provenance(("test/accuracy", "max")), **more)
     return checkpoints.save(state, {"accuracy": accuracy} if accuracy else {})
 
 

@@ -257,7 +257,7 @@ def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(run_dir:
                 writer = writer_of(process)
     done = ended(process)
     assert starts(run_dir) == [0, 3]
-    best = Checkpoints(run_dir / "checkpoints", 1, Provenance(("loss", "min"))).best_path()
+    best = Checkpoints(run_dir / "checkpoints", 1, Provenance(("test/loss", "min"))).best_path()
     assert best
     assert (step_of(best) == 3) == (kills < TRIES)
     assert done.stderr.count("NOT SAVED") == (kills == TRIES)

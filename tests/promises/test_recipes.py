@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
     state = load(control / "checkpoints" / "step-00000003")
     assert state["stopping"] == {"evaluated": 0, "best": None, "stale": 0}
     state["stopping"]["evaluated"] = 3
-    Checkpoints(control / "checkpoints", 2, Provenance(("score", "max"))).save(state, {})
+    Checkpoints(control / "checkpoints", 2, Provenance(("test/score", "max"))).save(state, {})
     forgetful = fork_ranks(0, TRAIN, *recipe_job(control, *recipe, "--hold", hold))
     (done,) = trained(0, options)
     finish_all([*undisturbed, *forgetful])

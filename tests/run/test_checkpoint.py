@@ -44,7 +44,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(("accuracy", "max")))
+    return Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
 
 
 def state(step: int, size: int = 10) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(checkpoints: Che
 
 def snapshots(folder: Path, *numbers: int) -> Checkpoints:
     """A folder with snapshots of this host at some steps."""
-    checkpoints = Checkpoints(folder, keep=99, provenance=Provenance(("accuracy", "max")))
+    checkpoints = Checkpoints(folder, keep=99, provenance=Provenance(("test/accuracy", "max")))
     for step in numbers:
         assert checkpoints.save_if_new(state(step))
     return checkpoints
@@ -214,7 +214,7 @@ def test_older_snapshots_of_this_host_are_cleared(tmp_path: Path) -> None:
     assert steps(checkpoints) == [3, 4]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
     checkpoints.clear_snapshots(before=3)
-    Checkpoints(tmp_path / "none", keep=1, provenance=Provenance(("accuracy", "max"))).clear_snapshots(before=3)
+    Checkpoints(tmp_path / "none", keep=1, provenance=Provenance(("test/accuracy", "max"))).clear_snapshots(before=3)
     assert not (tmp_path / "none").exists()
 
 
@@ -255,7 +255,7 @@ KEPT: dict[str, tuple[str, list[float | None], list[int], float | None]] = {
 @pytest.mark.parametrize("case", KEPT)
 def test_what_is_kept(tmp_path: Path, case: str) -> None:
     direction, values, left, best = KEPT[case]
-    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("score", direction)))  # type: ignore[arg-type]
+    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/score", direction)))  # type: ignore[arg-type]
     for step, value in enumerate(values, start=1):
         metrics = {} if value is None else {"score": value, "other": -1.0}
         before = best_value(checkpoints)
@@ -273,7 +273,7 @@ def test_what_is_kept(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(("keep_best", "left"), [(1, [4, 6, 7]), (2, [2, 4, 6, 7]), (3, [1, 2, 4, 6, 7])])
 def test_so_many_best_ones_are_kept_besides_the_newest(tmp_path: Path, keep_best: int, left: list[int]) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("score", "max")), keep_best=keep_best)
+    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/score", "max")), keep_best=keep_best)
     for step, score in enumerate([3.0, 4.0, NAN, 5.0, 2.0, 1.0, 0.0], start=1):
         checkpoints.save(state(step), {"score": score})
     assert steps(checkpoints) == left
@@ -612,7 +612,7 @@ BIG = 8_000_000  # floats: long enough to write for a kill in the middle
 
 def save_for_ever(folder: Path, size: int, done: Any) -> None:
     torch.set_num_threads(1)  # a forked process has none of its parent's threads
-    checkpoints = Checkpoints(folder, keep=1, provenance=Provenance(("accuracy", "max")))
+    checkpoints = Checkpoints(folder, keep=1, provenance=Provenance(("test/accuracy", "max")))
     step = checkpoints.newest_step()
     while True:
         step += 1
@@ -674,7 +674,7 @@ def test_a_kill_in_the_middle_damages_a_naive_checkpoint(tmp_path: Path) -> None
 
 def test_a_kill_in_the_middle_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     """At the same moment as in the control, which is sure to be within a write; again and again."""
-    checkpoints = Checkpoints(tmp_path, keep=1, provenance=Provenance(("accuracy", "max")))
+    checkpoints = Checkpoints(tmp_path, keep=1, provenance=Provenance(("test/accuracy", "max")))
     checkpoints.save(state(1, BIG), {})
     whole = size_of(checkpoints.all()[0] / STATE)
 
@@ -771,7 +771,7 @@ def test_a_checkpoint_stays_when_its_successor_of_the_same_step_cannot_get_its_n
 
 
 def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> None:
-    checkpoints = Checkpoints(disk / "checkpoints", keep=2, provenance=Provenance(("accuracy", "max")))
+    checkpoints = Checkpoints(disk / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
     checkpoints.save(state(1, 100_000), {"accuracy": 0.5})
     free = shutil.disk_usage(disk).free
     for size in (200_000, 10_000_000):

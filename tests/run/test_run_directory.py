@@ -689,10 +689,11 @@ def test_a_status_that_was_ruined_costs_what_was_only_there(path: Path, text: st
 def test_a_fact_of_another_type_is_left_out_and_the_others_stay(path: Path) -> None:
     started(path)
     facts = read_json(path / "status.json") | {"launch": [1], "samples": {"training": "x"}, "step": True, "seconds": 3}
+    facts |= {"restarts_in_place": "x", "order": 1}  # a start adds to the one, and compares the other
     write_json(path / "status.json", facts | {"of a later version": [{}]})
     directory = claim(path, OPTIONS, fresh=False, samples={"training": 5})
     assert directory.trouble == "status.json has been changed: launch is [1]"
-    assert not {"launch", "samples", "step"} & directory.status.keys()
+    assert not {"launch", "samples", "step", "restarts_in_place", "order"} & directory.status.keys()
     assert (directory.attempts, directory.status["seconds"], directory.status["of a later version"]) == (1, 3, [{}])
 
 

@@ -33,7 +33,7 @@ DIVIDED = {"model.uneven": 7, "model.few": 1, "model.bf16": 4, "optimizers.0.sta
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(("accuracy", "max")))
+    return Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
 
 
 def whole(step: int) -> dict[str, Any]:

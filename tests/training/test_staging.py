@@ -277,7 +277,7 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
 
 
 def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("accuracy", "max")))
+    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/accuracy", "max")))
     staging, writer = Staging(CPU), ThreadPoolExecutor()
     captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
     with slow_disk(tmp_path):

@@ -142,9 +142,6 @@ class Resident(Interruption):
         """Warn, and do not end."""
         log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)
 
-    def claim_end(self) -> None:
-        """Return at once, because nothing ends the process."""
-
 
 def _receive(number: signal.Signals) -> None:
     signal.signal(number, lambda *_: None)

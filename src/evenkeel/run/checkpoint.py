@@ -83,8 +83,8 @@ class Provenance:
     """
 
     best_by: tuple[str, str] | None = None
-    """(metric, "max" or "min") that decides which is best; without its set, the test set's. None: none. Set by
-    `Resume`, and by `Evaluator`, as only an evaluation shows whether the loss is the only metric."""
+    """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `Resume`, and by
+    `Evaluator`, as only an evaluation shows whether the loss is the only metric."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """`Attempt` completes it when the cut is decided; `Resume` sets rank 0's on all ranks."""
     bits_void_from: int | None = None
@@ -93,16 +93,13 @@ class Provenance:
     """The run's, in status.json; set by `Attempt` once the start is recorded. A writer that finds another one there
     comes late; empty: it does not look."""
 
-    def __post_init__(self) -> None:
-        if self.best_by:
-            self.best_by = full_name(TEST, self.best_by[0]), self.best_by[1]
-
 
 @dataclass
 class Checkpoints:
     """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues."""
 
     folder: Path
+    """In a run an absolute path: the task may change the working directory."""
     keep: int
     """Newest ones to keep, besides the best ones."""
     provenance: Provenance = field(default_factory=Provenance)
@@ -110,11 +107,6 @@ class Checkpoints:
     """Best ones to keep, besides the newest."""
     keep_every: int = 0
     """Keep those whose step is a multiple of this for ever; 0: none."""
-
-    @property
-    def place(self) -> str:
-        """The folder's path, whatever the working directory."""
-        return os.path.abspath(self.folder)  # noqa: PTH100  (a link may lead elsewhere later)
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -283,12 +275,12 @@ def refuse_stale_writer(checkpoints: Checkpoints) -> None:
     with contextlib.suppress(ValueError):  # a status.json that was damaged says nothing
         now, mine = read_json(checkpoints.folder.parent / "status.json").get("run_id"), checkpoints.provenance.run_id
         if now and mine and now != mine:
-            raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", checkpoints.place)
+            raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", str(checkpoints.folder))
 
 
 def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
     """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
-    more = {"folder": checkpoints.place, "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
+    more = {"folder": str(checkpoints.folder), "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
     return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
 
 

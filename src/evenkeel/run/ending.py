@@ -135,9 +135,7 @@ class Ending:
         dead = spent["dead"]
         seconds = sum(spent.values()) - dead
         share = goodput_to_show(spent["productive"] / max(seconds, 1e-9), seconds + dead, tracker.attempt)
-        took = f"{seconds:.1f} s"
-        if share is not None:
-            took += f" ({100 * share:.0f} % of it training)"
+        took = f"{seconds:.1f} s" + ("" if share is None else f" ({100 * share:.0f} % of it training)")
         if dead >= 1:
             took += f", and was down for {dead:.0f} s more (no process, or a hang)"
         took += f", {why}" if why else ""
@@ -195,13 +193,10 @@ class Ending:
         return saved
 
     def hung(self) -> None:
-        """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun.
-
-        Each call is where it is for a reason: --grace may end this process after any of them.
-        """
+        """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
         assert self.watch
         diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
-        saved = self._rescue(in_place=keeper_link.has_keeper())  # all below can be done without
+        saved = self._rescue(in_place=keeper_link.has_keeper())  # first: --grace may end this process at any time
         explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
         if diagnosis.is_within_reach():  # else a frozen rank stays, and this one cannot start in place without it
             keeper_link.send("hang")

@@ -30,22 +30,13 @@ log = logging.getLogger(__name__)
 
 FACTS: dict[str, Any] = {
     **dict.fromkeys(("state", "host", "reason", "last_failure", "requeues", "wandb_id", "weights_sha256"), ""),
-    **dict.fromkeys(("shares", "run_id"), ""),
+    **dict.fromkeys(("shares", "run_id", "order"), ""),
     **dict.fromkeys(("pid", "step", "total_steps", "samples_seen", "threads", "micro_batch", "micro_batches"), 0),
-    **dict.fromkeys(("fruitless", "starts"), 0),
+    **dict.fromkeys(("fruitless", "starts", "restarts_in_place", "verified"), 0),
     **dict.fromkeys(("time", "seconds", "goodput"), 0.0),
-    "stopped_early": False,
-    "verified": 0,
-    "alarms": [""],
-    "wrong_nodes": {"": 0},
-    "launch": [""],
-    "world_sizes": [0],
-    "samples": {"": 0},
-    "hints": {"": ""},
-    "digests": {"": {"equal": "", "near": [-1.0]}},
-    "ledger": {"": 0.0},
-    "orders": {"": ""},
-}
+    "alarms": [""], "launch": [""], "samples": {"": 0}, "wrong_nodes": {"": 0}, "hints": {"": ""}, "orders": {"": ""},
+    "stopped_early": False, "world_sizes": [0], "digests": {"": {"equal": "", "near": [-1.0]}}, "ledger": {"": 0.0},
+}  # fmt: skip
 """An example of each fact in status.json, summary.json and Slurm's count of starts."""
 
 RECORD: dict[str, Any] = {"kind": "", "step": 0, "time": 0.0}

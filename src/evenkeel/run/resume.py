@@ -107,11 +107,11 @@ class Resume:
         if not (folder := self._checkpoints.folder).exists():
             return
         with folder_locked(folder, kind=fcntl.LOCK_SH) as free:
-            if free:
-                return
-        log.warning("a process of an earlier attempt is still writing to %s; waiting for it", self._checkpoints.place)
-        with folder_locked(folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
             pass
+        if not free:
+            log.warning("a process of an earlier attempt is still writing to %s; waiting for it", folder)
+            with folder_locked(folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
+                pass
 
     def _record_bits(self, manifest: Manifest | None) -> None:
         """Set what later manifests say: rank 0's fingerprint, and the step from which bits may differ."""
@@ -180,14 +180,10 @@ class Resume:
             log.info("%s %.1f MB%s, in memory (--keeper-memory)", stores if state.sharding else leaves, size, more)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
-        self._start_tracker(state.step, tracker)
+        records = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
+        activity.redo_until = max((record["step"] for record in records), default=0)
+        tracker.start(state.step, evaluation_in(records, state.step))
         self._report_bits(state.step, tracker)
-
-    def _start_tracker(self, step: int, tracker: Tracker) -> None:
-        """Start it with the recorded evaluation of this step; steps up to the last recorded one count as redone."""
-        metrics = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
-        activity.redo_until = max((record["step"] for record in metrics), default=0)
-        tracker.start(step, evaluation_in(metrics, step))
 
     def _report_bits(self, step: int, tracker: Tracker) -> None:
         others = self._other_bits

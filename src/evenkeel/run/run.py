@@ -50,11 +50,11 @@ from . import media
 from .attempt import Attempt
 from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, warn_of_full_weights
 from .checkpointer import Checkpointer
-from .disk_needed import disk_needed
 from .ending import Ending
 from .evaluator import Evaluator
 from .records import recorded_options
 from .resume import Resume
+from .start_checks import disk_needed
 from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss

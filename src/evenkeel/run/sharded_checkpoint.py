@@ -121,7 +121,7 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
     look = time.monotonic() + 1
     while not (final / MANIFEST).exists() and checkpoints.newest_step() < step:
         if time.monotonic() > until:
-            raise OSError(errno.ETIMEDOUT, "not all ranks have written their rows", checkpoints.place)
+            raise OSError(errno.ETIMEDOUT, "not all ranks have written their rows", str(checkpoints.folder))
         time.sleep(0.01)
         if time.monotonic() > look:
             for folder in checkpoints.folder.glob(f".{final.name}.*.tmp"):

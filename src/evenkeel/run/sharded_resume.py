@@ -129,6 +129,6 @@ def _refuse_own_folder(world: World, checkpoints: Checkpoints) -> None:
     if not all(seen):
         blind = ", ".join(str(rank) for rank, it in enumerate(seen) if not it)
         raise Ended(
-            f"--shard needs a shared folder for checkpoints: rank {blind} does not see {checkpoints.place} of "
+            f"--shard needs a shared folder for checkpoints: rank {blind} does not see {checkpoints.folder} of "
             "rank 0; name a --run-dir on a disk that all nodes share"
         )
