@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 2424,
     "resilience": 1660,
     "training": 6488,
-    "run": 6737,
+    "run": 6735,
     "tasks": 2284,
     "mirror": 558,
     "launch": 2999,
