@@ -314,8 +314,8 @@ an option that is newer than a run makes another run of it
 
 a process that is left of an old run writes into the one that --fresh has begun
     run/checkpoint.py | tests/run | tests/promises/test_memory_checkpoint.py
-    - now != checkpoints.run_id:
-    + now == checkpoints.run_id:
+    - now != mine:
+    + now == mine:
 
 the best checkpoint is deleted when it is old
     run/checkpoint.py | tests/run | tests/processes/test_validation.py

@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from evenkeel.common.errors import Refusal
-from evenkeel.config import CUTTING, HARMLESS, UNSAVED, Config, differences, saved_options, validate
+from evenkeel.config import CUTTING, HARMLESS, UNSAVED, Config, changed_options, saved_options, validate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -120,13 +120,13 @@ def test_an_option_that_the_file_cannot_hold(value: Any) -> None:
 @pytest.mark.parametrize("name", sorted((HARMLESS | CUTTING) - UNSAVED))
 def test_a_harmless_option_may_change(name: str) -> None:
     old = saved_options(config(), {})
-    assert differences(old, old | {name: "changed"}) == []
+    assert changed_options(old, old | {name: "changed"}) == []
 
 
 @pytest.mark.parametrize("name", sorted(SHAPING))
 def test_any_other_option_makes_another_run(name: str) -> None:
     old = saved_options(config(), {})
-    assert differences(old, old | {name: "changed"}) == [(name, old.get(name), "changed")]
+    assert changed_options(old, old | {name: "changed"}) == [(name, old.get(name), "changed")]
 
 
 def test_which_options_are_harmless() -> None:
@@ -151,25 +151,25 @@ def test_the_options_of_a_task_shape_the_result_but_for_those_that_it_names() ->
     old = saved_options(config(), {"width": 32, "gone": 1, "cache": "a"})
     new = saved_options(config(), {"width": 64, "new": 2, "cache": "b"})
     different = [("width", 32, 64), ("new", None, 2), ("gone", 1, None)]
-    assert differences(old, new, frozenset({"cache"})) == different
-    assert set(differences(old, new)) == {*different, ("cache", "a", "b")}
+    assert changed_options(old, new, frozenset({"cache"})) == different
+    assert set(changed_options(old, new)) == {*different, ("cache", "a", "b")}
 
 
 def test_an_option_that_is_newer_than_the_run_had_its_default() -> None:
     new = saved_options(config(), {})
     old = {name: value for name, value in new.items() if name != "init_partial"}
-    assert differences(old, new) == []
-    assert differences(old, new | {"init_partial": True}) == [("init_partial", False, True)]
+    assert changed_options(old, new) == []
+    assert changed_options(old, new | {"init_partial": True}) == [("init_partial", False, True)]
 
 
 @pytest.mark.parametrize(("schedule", "may"), [("constant", True), ("linear", False), ("cosine", False)])
 def test_only_a_run_with_a_constant_learning_rate_may_be_prolonged(schedule: Any, may: bool) -> None:
     short = config(schedule=schedule, epochs=1, max_steps=10)
     long = replace(short, epochs=5, max_steps=0)
-    changed = [name for name, *_ in differences(saved_options(short, {}), saved_options(long, {}))]
+    changed = [name for name, *_ in changed_options(saved_options(short, {}), saved_options(long, {}))]
     assert changed == ([] if may else ["epochs", "max_steps"])
 
 
 def test_another_schedule_does_not_make_the_length_free() -> None:
     old, new = config(schedule="cosine", epochs=1), config(schedule="constant", epochs=5)
-    assert [name for name, *_ in differences(saved_options(old, {}), saved_options(new, {}))] == ["schedule"]
+    assert [name for name, *_ in changed_options(saved_options(old, {}), saved_options(new, {}))] == ["schedule"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, step_folders
+from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Provenance, step_folders
 from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state, unfit
 from tests.support.processes import EVENKEEL, contents_of, run, run_forked
@@ -34,7 +34,7 @@ def refusal(*arguments: object) -> str:
 def run_dir(tmp_path: Path) -> Path:
     """A run's folder with checkpoints at 5, 10 and 200, a snapshot at 210, and one that was set aside."""
     run_dir = tmp_path / "run"
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=9, best_by=BEST)
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=9, provenance=Provenance(BEST))
     for step, metrics in {5: {}, 10: {"accuracy": 0.9, "loss": 0.1}, 200: {"accuracy": 0.8, "loss": 0.2}}.items():
         checkpoints.save(state(step), metrics)
     checkpoints.save_if_new(state(210))
@@ -61,7 +61,7 @@ def test_list(run_dir: Path, part: str) -> None:
 
 
 def test_list_says_which_are_kept_for_ever(run_dir: Path) -> None:
-    Checkpoints(run_dir / "checkpoints", keep=9, best_by=BEST, keep_every=50).save(state(250), {})
+    Checkpoints(run_dir / "checkpoints", keep=9, provenance=Provenance(BEST), keep_every=50).save(state(250), {})
     _, *lines = checkpoint("list", run_dir).stdout.splitlines()
     assert [line.split()[0] for line in lines if "(each 50)" in line] == ["250"], "200 was saved without the option"
 
@@ -95,7 +95,7 @@ def test_verify(run_dir: Path) -> None:
     assert [line.split(",")[0] for line in done.stdout.splitlines()] == [f"{step(n)}: ok" for n in (5, 10, 200, 210)]
     folder = run_dir / "checkpoints"
     for number in (300, 400):
-        Checkpoints(folder, keep=9, best_by=BEST).save(state(number), {})
+        Checkpoints(folder, keep=9, provenance=Provenance(BEST)).save(state(number), {})
     flip_a_bit(folder / step(10) / STATE)
     os.truncate(folder / step(200) / STATE, 7)
     (folder / step(210) / MANIFEST).unlink()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evenkeel.cli.compare import compare_digests, last_digests
-from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.checkpoint import Checkpoints, Provenance
 from tests.run.test_fingerprint import OTHER, another_machine
 from tests.support.processes import TRAIN, run, run_forked
 from tests.support.small_runs import job
@@ -72,7 +72,7 @@ def test_the_kernels_of_another_machine_make_other_bits_of_the_same_job(tmp_path
 
 def made_up(folder: Path, step: int, value: float) -> Path:
     """A run that has left a checkpoint and no more."""
-    Checkpoints(folder / "checkpoints", 2, ("accuracy", "max"), {"threads": str(value)}).save(
+    Checkpoints(folder / "checkpoints", 2, Provenance(("test/accuracy", "max"), {"threads": str(value)})).save(
         {"step": step, "model": {"w": torch.full((3,), value)}, "optimizers": []}, {}
     )
     (folder / "config.toml").write_text("seed = 0\n")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from evenkeel.cli.compare_metrics import as_json, measured, table
-from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.checkpoint import Checkpoints, Provenance
 from tests.cli.test_compare import compare
 
 
@@ -20,7 +20,7 @@ def made_up(folder: Path, *records: dict[str, Any], best: tuple[str, Any] | None
     lines = [json.dumps({"time": 0.0, **record}) for record in records]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, "half a li"]))
     state = {"step": 1, "model": {"w": torch.zeros(1)}, "optimizers": []}
-    Checkpoints(folder / "checkpoints", 2, best).save(state, {})
+    Checkpoints(folder / "checkpoints", 2, Provenance(best)).save(state, {})
     return folder
 
 

@@ -10,14 +10,14 @@ import torch
 
 from evenkeel.cli.predict import PredictCommand, table
 from evenkeel.common.errors import Refusal
-from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.checkpoint import Checkpoints, Provenance
 
 STATE = {"step": 3, "model": {}, "optimizers": []}
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    Checkpoints(tmp_path / "run" / "checkpoints", 2, ("accuracy", "max")).save(STATE, {})
+    Checkpoints(tmp_path / "run" / "checkpoints", 2, Provenance(("test/accuracy", "max"))).save(STATE, {})
     (tmp_path / "run" / "config.toml").write_text('task = "classify"\n')
     return tmp_path / "run"
 

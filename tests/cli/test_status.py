@@ -18,7 +18,7 @@ from rich.console import Console
 
 from evenkeel.cli.follow import _Follower
 from evenkeel.cli.status import Metrics, Runs, _view, as_json, status_of
-from evenkeel.run.checkpoint import Checkpoints, read_manifest
+from evenkeel.run.checkpoint import Checkpoints, Provenance, read_manifest
 from tests.support.components import has
 from tests.support.damage import leave_damaged
 from tests.support.processes import EVENKEEL, evenkeel, read, run
@@ -133,7 +133,7 @@ def test_a_run_of_another_version_has_the_names_of_this_one(tmp_path: Path) -> N
         file.write(json.dumps({"kind": "train", "epoch": 4.1} | now | trained) + "\n")
     assert status_of(run_dir, metrics).metrics == found | trained
     # the best checkpoint is told by a metric of old and of new manifests
-    old, *_ = (checkpoints := Checkpoints(run_dir / "checkpoints", 9, ("accuracy", "max"))).all()
+    old, *_ = (checkpoints := Checkpoints(run_dir / "checkpoints", 9, Provenance(("test/accuracy", "max")))).all()
     assert read_manifest(old).best_by == ("test/accuracy", "max")
     assert read_manifest(old).metrics.keys() == {"test/loss", "test/accuracy"}
     checkpoints.save({"step": 61}, {"accuracy": 0.01})

@@ -17,7 +17,7 @@ import torch
 from evenkeel.common.errors import Refusal
 from evenkeel.mirror.copying import DONE, Copier
 from evenkeel.mirror.store import Store
-from evenkeel.run.checkpoint import MANIFEST, Checkpoints, load, step_folders, step_of
+from evenkeel.run.checkpoint import MANIFEST, Checkpoints, Provenance, load, step_folders, step_of
 from tests.support import s3
 from tests.support.s3 import port, store  # noqa: F401  (fixtures)
 
@@ -29,7 +29,7 @@ class Died(Exception):  # noqa: N818
 def saved(folder: Path, step: int, accuracy: float = 0.0, **more: Any) -> Path:
     """A checkpoint whose metric is an accuracy."""
     state = {"step": step, "model": {"w": torch.full((1000,), float(step))}, "optimizers": []}
-    checkpoints = Checkpoints(folder, 99, ("accuracy", "max"), **more)
+    checkpoints = Checkpoints(folder, 99, Provenance(("test/accuracy", "max")), **more)
     return checkpoints.save(state, {"accuracy": accuracy} if accuracy else {})
 
 

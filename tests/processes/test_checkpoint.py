@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.checkpoint import Checkpoints, Provenance
 from tests.promises import test_shard
 from tests.run.test_checkpoint import (
     disk,  # noqa: F401  (a fixture)
@@ -34,7 +34,7 @@ def test_a_run_on_a_full_disk_goes_on_loudly_and_does_not_finish(tmp_path: Path)
         assert [record["step"] for record in records(run_dir, "train")] == [10, 20, 30, 40]
         assert [record["step"] for record in records(run_dir, "checkpoint_failed")][:2] == [20, 23]
         assert records(run_dir, "eval")[-1]["step"] == 40
-        checkpoints = Checkpoints(run_dir / "checkpoints", keep=2, best_by=("accuracy", "max"))
+        checkpoints = Checkpoints(run_dir / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
         assert steps(checkpoints) == [10]
         assert (checkpoints.load_newest() or {})["step"] == 10, "it keeps what it had"
         # it cannot save its end, and says so in a line

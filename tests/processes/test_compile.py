@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.checkpoint import Checkpoints, Provenance
 from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish_all, fork_ranks, records, run, run_forked, start, torchrun, wait_until
@@ -126,7 +126,7 @@ def test_a_run_of_a_compiled_model_leaves_bare_names_and_goes_on_from_those_that
         state[part] = {f"_orig_mod.{wrapped[name]}": value for name, value in state[part].items()}
     for folder in (tmp_path / "old" / "checkpoints").iterdir():
         shutil.rmtree(folder)
-    Checkpoints(tmp_path / "old" / "checkpoints", 2, ("loss", "min")).save(state, {})
+    Checkpoints(tmp_path / "old" / "checkpoints", 2, Provenance(("test/loss", "min"))).save(state, {})
     evaluated = [attempt("CompiledByItself", 2, name, "--eval-only") for name in ("run", "old")]
     first, second = (evaluation_of(told)["metrics"] for told in evaluated)
     assert first == second

@@ -16,7 +16,7 @@ from typing import IO
 import pytest
 
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
-from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.checkpoint import Checkpoints, Provenance
 from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.needs import small_disk
@@ -121,7 +121,7 @@ def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tm
                 time.sleep(0.001)
         done = processes.checked(finish(process), STOPPED)
         assert "NOT SAVED: [Errno 28] No space left on device; the last checkpoint is at step" in done.stderr
-        newest = Checkpoints(run_dir / "checkpoints", 2, ("loss", "min")).newest_step()
+        newest = Checkpoints(run_dir / "checkpoints", 2, Provenance(("test/loss", "min"))).newest_step()
         assert newest % 4 == 0
         (folder / "filler").unlink()
         run_forked(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 4))

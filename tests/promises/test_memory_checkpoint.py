@@ -16,7 +16,7 @@ import pytest
 from evenkeel.common.processes import process_name
 from evenkeel.resilience.interruption import KEYBOARD
 from evenkeel.resilience.memory_checkpoint import TRIES
-from evenkeel.run.checkpoint import Checkpoints, step_of
+from evenkeel.run.checkpoint import Checkpoints, Provenance, step_of
 from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish, fork, read, start, torchrun, wait_until, wait_until_gone
@@ -257,7 +257,7 @@ def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(run_dir:
                 writer = writer_of(process)
     done = ended(process)
     assert starts(run_dir) == [0, 3]
-    best = Checkpoints(run_dir / "checkpoints", 1, ("loss", "min")).best_path()
+    best = Checkpoints(run_dir / "checkpoints", 1, Provenance(("test/loss", "min"))).best_path()
     assert best
     assert (step_of(best) == 3) == (kills < TRIES)
     assert done.stderr.count("NOT SAVED") == (kills == TRIES)

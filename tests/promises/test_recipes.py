@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.run.checkpoint import Checkpoints, load
+from evenkeel.run.checkpoint import Checkpoints, Provenance, load
 from tests.support import small_runs as runs
 from tests.support.components import has
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_
     state = load(control / "checkpoints" / "step-00000003")
     assert state["stopping"] == {"evaluated": 0, "best": None, "stale": 0}
     state["stopping"]["evaluated"] = 3
-    Checkpoints(control / "checkpoints", 2, ("score", "max")).save(state, {})
+    Checkpoints(control / "checkpoints", 2, Provenance(("test/score", "max"))).save(state, {})
     forgetful = fork_ranks(0, TRAIN, *recipe_job(control, *recipe, "--hold", hold))
     (done,) = trained(0, options)
     finish_all([*undisturbed, *forgetful])

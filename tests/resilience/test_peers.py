@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from evenkeel.resilience.peers import Peers
+from evenkeel.resilience.peers import Keepers
 from tests.support.processes import free_port
 
 SERVE = """
@@ -33,12 +33,12 @@ def test_a_store_that_has_ended_is_lost_without_a_stack_of_c_plus_plus(
         assert server.stdout.readline() == b"ready\n"
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
-        peers = Peers(1, 2)
+        peers = Keepers(1, 2)
         peers.join("a")
         assert peers._store
         assert not peers.has_died()
         if not looks:
-            monkeypatch.setattr(Peers, "_is_cut_off", lambda _: False)
+            monkeypatch.setattr(Keepers, "_is_cut_off", lambda _: False)
         os.kill(server.pid, signal.SIGKILL)
     time.sleep(0.2)
     assert not peers.has_died()

@@ -25,7 +25,17 @@ import pytest
 import torch
 
 from evenkeel.common.files import write_json
-from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Damaged, load, read_manifest, step_of, verify
+from evenkeel.run.checkpoint import (
+    MANIFEST,
+    STATE,
+    Checkpoints,
+    Damaged,
+    Provenance,
+    load,
+    read_manifest,
+    step_of,
+    verify,
+)
 from tests.support.needs import small_disk
 from tests.support.processes import wait_until
 
@@ -34,7 +44,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", keep=2, best_by=("accuracy", "max"))
+    return Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
 
 
 def state(step: int, size: int = 10) -> dict[str, Any]:
@@ -52,7 +62,8 @@ def steps(checkpoints: Checkpoints) -> list[int]:
 
 def best_value(checkpoints: Checkpoints) -> float | None:
     best = checkpoints.best_path()
-    return read_manifest(best).metrics[checkpoints.best_by[0]] if best and checkpoints.best_by else None
+    by = checkpoints.provenance.best_by
+    return read_manifest(best).metrics[by[0]] if best and by else None
 
 
 def same(a: Any, b: Any) -> bool:
@@ -157,7 +168,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(checkpoints: Che
 
 def snapshots(folder: Path, *numbers: int) -> Checkpoints:
     """A folder with snapshots of this host at some steps."""
-    checkpoints = Checkpoints(folder, keep=99, best_by=("accuracy", "max"))
+    checkpoints = Checkpoints(folder, keep=99, provenance=Provenance(("test/accuracy", "max")))
     for step in numbers:
         assert checkpoints.save_if_new(state(step))
     return checkpoints
@@ -203,7 +214,7 @@ def test_older_snapshots_of_this_host_are_cleared(tmp_path: Path) -> None:
     assert steps(checkpoints) == [3, 4]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
     checkpoints.clear_snapshots(before=3)
-    Checkpoints(tmp_path / "none", keep=1, best_by=("accuracy", "max")).clear_snapshots(before=3)
+    Checkpoints(tmp_path / "none", keep=1, provenance=Provenance(("test/accuracy", "max"))).clear_snapshots(before=3)
     assert not (tmp_path / "none").exists()
 
 
@@ -244,7 +255,7 @@ KEPT: dict[str, tuple[str, list[float | None], list[int], float | None]] = {
 @pytest.mark.parametrize("case", KEPT)
 def test_what_is_kept(tmp_path: Path, case: str) -> None:
     direction, values, left, best = KEPT[case]
-    checkpoints = Checkpoints(tmp_path, keep=2, best_by=("score", direction))  # type: ignore[arg-type]
+    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/score", direction)))  # type: ignore[arg-type]
     for step, value in enumerate(values, start=1):
         metrics = {} if value is None else {"score": value, "other": -1.0}
         before = best_value(checkpoints)
@@ -262,7 +273,7 @@ def test_what_is_kept(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(("keep_best", "left"), [(1, [4, 6, 7]), (2, [2, 4, 6, 7]), (3, [1, 2, 4, 6, 7])])
 def test_so_many_best_ones_are_kept_besides_the_newest(tmp_path: Path, keep_best: int, left: list[int]) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, best_by=("score", "max"), keep_best=keep_best)
+    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/score", "max")), keep_best=keep_best)
     for step, score in enumerate([3.0, 4.0, NAN, 5.0, 2.0, 1.0, 0.0], start=1):
         checkpoints.save(state(step), {"score": score})
     assert steps(checkpoints) == left
@@ -275,12 +286,12 @@ def test_each_nth_is_kept_for_ever_even_by_a_later_attempt_without_the_option(tm
     """The control: with --keep-every 0 from the beginning only the newest stay."""
     for every, left in ((0, [11, 13]), (3, [3, 6, 9, 11, 13])):
         folder = tmp_path / str(every)
-        first = Checkpoints(folder, keep=2, best_by=None, keep_every=every)
+        first = Checkpoints(folder, keep=2, keep_every=every)
         for step in range(1, 8):
             first.save(state(step), {})
         first.save_if_new(state(9))  # a snapshot is a whole state too
         assert read_manifest(folder / "step-00000009").kept_for_ever == bool(every)
-        later = Checkpoints(folder, keep=2, best_by=None)
+        later = Checkpoints(folder, keep=2)
         later.save(state(11), {})
         later.save(state(13), {})
         later.clear_snapshots(before=13)
@@ -320,7 +331,7 @@ def test_a_process_of_the_old_run_writes_nothing_into_the_new_one(
     tmp_path: Path, run_id: str, moment: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`--fresh` begins another run while it waits, or is frozen in the middle. The control: without the run's id."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, best_by=None, run_id=run_id)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(run_id=run_id))
     checkpoints.folder.mkdir()
     with checkpoints.locked(0.0) if moment == "waits" else contextlib.nullcontext():
         writer = FORK.Process(target=rescue_step_7, args=(checkpoints,))
@@ -549,7 +560,7 @@ def observe_every_operation(monkeypatch: pytest.MonkeyPatch, look: Callable[[str
 
 def test_the_order_of_operations(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is on the disk before it has its name, and its name before an old one goes."""
-    checkpoints = Checkpoints(checkpoints.folder, keep=1, best_by=checkpoints.best_by)
+    checkpoints = Checkpoints(checkpoints.folder, keep=1, provenance=checkpoints.provenance)
     checkpoints.save(state(1), {})
     done: list[str] = []
     observe_every_operation(monkeypatch, done.append)
@@ -567,7 +578,7 @@ def test_a_kill_between_any_two_operations_loses_no_finished_checkpoint(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: bool
 ) -> None:
     """The folder as each operation leaves it is copied, and a new start is made from every copy."""
-    checkpoints = Checkpoints(checkpoints.folder, keep=1, best_by=checkpoints.best_by)
+    checkpoints = Checkpoints(checkpoints.folder, keep=1, provenance=checkpoints.provenance)
     checkpoints.save(state(1), {})
     copies: list[Path] = []
 
@@ -585,7 +596,7 @@ def test_a_kill_between_any_two_operations_loses_no_finished_checkpoint(
 
     found: list[int] = []
     for folder in copies:
-        start = Checkpoints(folder, keep=1, best_by=checkpoints.best_by)
+        start = Checkpoints(folder, keep=1, provenance=checkpoints.provenance)
         newest = start.load_newest()
         assert newest
         assert is_whole(newest)
@@ -601,7 +612,7 @@ BIG = 8_000_000  # floats: long enough to write for a kill in the middle
 
 def save_for_ever(folder: Path, size: int, done: Any) -> None:
     torch.set_num_threads(1)  # a forked process has none of its parent's threads
-    checkpoints = Checkpoints(folder, keep=1, best_by=("accuracy", "max"))
+    checkpoints = Checkpoints(folder, keep=1, provenance=Provenance(("test/accuracy", "max")))
     step = checkpoints.newest_step()
     while True:
         step += 1
@@ -663,7 +674,7 @@ def test_a_kill_in_the_middle_damages_a_naive_checkpoint(tmp_path: Path) -> None
 
 def test_a_kill_in_the_middle_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     """At the same moment as in the control, which is sure to be within a write; again and again."""
-    checkpoints = Checkpoints(tmp_path, keep=1, best_by=("accuracy", "max"))
+    checkpoints = Checkpoints(tmp_path, keep=1, provenance=Provenance(("test/accuracy", "max")))
     checkpoints.save(state(1, BIG), {})
     whole = size_of(checkpoints.all()[0] / STATE)
 
@@ -684,7 +695,7 @@ def rescue_step_5(folder: Path) -> float:
     """Rescue a large state; returns the seconds that it has waited for the lock, and written."""
     torch.set_num_threads(1)
     begun = time.monotonic()
-    assert Checkpoints(folder, keep=2, best_by=("accuracy", "max")).save_if_new(state(5, BIG), begun + 0.2)
+    assert Checkpoints(folder, keep=2).save_if_new(state(5, BIG), begun + 0.2)
     return time.monotonic() - begun
 
 
@@ -760,7 +771,7 @@ def test_a_checkpoint_stays_when_its_successor_of_the_same_step_cannot_get_its_n
 
 
 def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> None:
-    checkpoints = Checkpoints(disk / "checkpoints", keep=2, best_by=("accuracy", "max"))
+    checkpoints = Checkpoints(disk / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
     checkpoints.save(state(1, 100_000), {"accuracy": 0.5})
     free = shutil.disk_usage(disk).free
     for size in (200_000, 10_000_000):

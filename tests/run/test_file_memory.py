@@ -46,7 +46,7 @@ def network() -> nn.Module:
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of three ranks: 128 MB of weights, and twice as much for the optimizer."""
-    checkpoints = Checkpoints(tmp_path_factory.mktemp("run") / "checkpoints", keep=1, best_by=None)
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("run") / "checkpoints", keep=1)
     model = {name: tensor.detach() for name, tensor in network().named_parameters()}
     moments = {number: {"exp_avg": it, "exp_avg_sq": it**2} for number, it in enumerate(model.values())}
     state = {"model": model, "optimizers": [{"state": moments, "param_groups": []}]}

@@ -28,7 +28,7 @@ from evenkeel.distributed.world import RESTART_TIMEOUT
 from evenkeel.run import run_directory
 from evenkeel.run.identity import Identity, prepare_folder
 from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
-from evenkeel.run.run_directory import RunDirectory, launch_token
+from evenkeel.run.run_directory import RunDirectory, adopt, launch_token
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
 from tests.tasks.test_command_line import contents
@@ -376,7 +376,7 @@ def test_a_run_that_has_trained_nothing_is_started_again(path: Path) -> None:
     assert directory.start_over(["its launch"]) is None, "a restart"
     assert directory.start_over(["another"]) == path
     directory.begin(other, ["another"])
-    assert (directory.attempts, directory.fruitless, directory.status.get("samples")) == (2, 1, None)
+    assert (directory.attempts, directory.status["fruitless"], directory.status.get("samples")) == (2, 1, None)
     directory.update("failed", step=0)
     directory.release()
     assert is_untrained(path)
@@ -553,10 +553,24 @@ def test_a_command_that_is_typed_again_begins_a_new_count(path: Path, token: str
     for _ in range(5):
         directory = claim(path, OPTIONS, fresh=False)
         directory.begin(OPTIONS, [token])
-        fruitless.append(directory.fruitless)
+        fruitless.append(directory.status["fruitless"])
         directory.update("failed", reason="a bug")
         del directory
     assert fruitless == counted
+
+
+def test_the_loss_of_rank_0s_node_after_a_finished_step_is_no_crash_loop(tmp_path: Path) -> None:
+    """Two nodes without a shared disk: each has a copy of the run, and rank 0 moves to the one that is left."""
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    nodes[1].mkdir()
+    for attempt in range(5):
+        here, other = nodes if attempt % 2 == 0 else reversed(nodes)
+        directory = claim(here, OPTIONS, fresh=False)
+        directory.begin(OPTIONS, ["agent of a", "agent of b"])
+        assert directory.status["fruitless"] == 1, attempt
+        adopt(other, OPTIONS, directory.status, fresh=False)
+        directory.record_progress()
+        directory.release()
 
 
 def test_a_launch_is_known_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,10 +689,11 @@ def test_a_status_that_was_ruined_costs_what_was_only_there(path: Path, text: st
 def test_a_fact_of_another_type_is_left_out_and_the_others_stay(path: Path) -> None:
     started(path)
     facts = read_json(path / "status.json") | {"launch": [1], "samples": {"training": "x"}, "step": True, "seconds": 3}
+    facts |= {"restarts_in_place": "x", "order": 1}  # a start adds to the one, and compares the other
     write_json(path / "status.json", facts | {"of a later version": [{}]})
     directory = claim(path, OPTIONS, fresh=False, samples={"training": 5})
     assert directory.trouble == "status.json has been changed: launch is [1]"
-    assert not {"launch", "samples", "step"} & directory.status.keys()
+    assert not {"launch", "samples", "step", "restarts_in_place", "order"} & directory.status.keys()
     assert (directory.attempts, directory.status["seconds"], directory.status["of a later version"]) == (1, 3, [{}])
 
 

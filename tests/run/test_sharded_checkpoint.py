@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from evenkeel.common.files import lock, write_json
-from evenkeel.run.checkpoint import Checkpoints, Damaged, load, read_manifest, step_of, verify
-from evenkeel.run.sharded_checkpoint import await_whole, await_writers, facts_of, write_rows, write_slots
+from evenkeel.run.checkpoint import Checkpoints, Damaged, Provenance, facts_of, load, read_manifest, step_of, verify
+from evenkeel.run.sharded_checkpoint import await_whole, await_writers, write_rows, write_slots
 from evenkeel.run.sharded_resume import common_step
 from evenkeel.run.state_files import file_of, read_parts, rows_of
 from evenkeel.training.slots import Slots
@@ -33,7 +33,7 @@ DIVIDED = {"model.uneven": 7, "model.few": 1, "model.bf16": 4, "optimizers.0.sta
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", keep=2, best_by=("accuracy", "max"))
+    return Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
 
 
 def whole(step: int) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def test_a_slot_has_what_was_stored_bit_for_bit(checkpoints: Checkpoints) -> Non
         assert same(state, part(whole(step), 2, 3))
         assert facts["step"] == step
     rank.slots.keep_only(2)
-    rank.slots.keep_run(checkpoints.run_id)
+    rank.slots.keep_run(checkpoints.provenance.run_id)
     assert rank.slots.steps() == [2]
     rank.slots.keep_run("of another run")
     assert rank.slots.steps() == []
@@ -339,7 +339,7 @@ def test_slots_on_the_disk_are_a_checkpoint_of_the_step_that_all_have(checkpoint
     assert read_manifest(path).kind == "snapshot"
     await_writers(checkpoints)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
-    checkpoints.run_id = "old"
+    checkpoints.provenance.run_id = "old"
     (late := Rank(checkpoints)).store(4)
     write_json(checkpoints.folder.parent / "status.json", {"run_id": "new"})  # by --fresh
     with pytest.raises(OSError, match="another run has begun there, so nothing is written"):

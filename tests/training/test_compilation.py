@@ -113,7 +113,7 @@ def zipped(names: Sequence[str] = ("a.so", "b.so"), **fields: int) -> bytes:
         (zipped(method=99), "compression method is not supported"),
         (zipped(method=14), "it is not used"),
         (zipped(method=12), "it is not used"),
-        (zipped(size=2**32 - 16), "its files have 8,589,934,560 bytes, of which at most"),
+        (zipped(size=2**32 - 16), "its files have 8,589,934,560 bytes; at most"),
         (zipped(["a.so", "a.so/b.so"]), "it is not used"),
         (zipped()[:-30], "not a zip file"),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evenkeel.common.errors import Ended, Refusal
-from evenkeel.config import Config, differences, saved_options, validate
+from evenkeel.config import Config, changed_options, saved_options, validate
 from evenkeel.data.dataset import InMemory, Limited, limited
 from evenkeel.training.buffers import Buffers
 from evenkeel.training.determinism import operations_named
@@ -224,9 +224,9 @@ def test_options_that_cannot_be_meant(options: dict[str, Any], said: str) -> Non
 def test_with_patience_the_rhythm_of_evaluations_shapes_the_result_and_without_it_does_not() -> None:
     for patience, shaping in ((0, []), (3, ["eval_every"])):
         old, new = (saved_options(Config(patience=patience, eval_every=every), {}) for every in (0, 5))
-        assert [name for name, *_ in differences(old, new)] == shaping
+        assert [name for name, *_ in changed_options(old, new)] == shaping
     new = saved_options(Config(), {})
-    assert differences({name: value for name, value in new.items() if name != "freeze"}, new) == []
+    assert changed_options({name: value for name, value in new.items() if name != "freeze"}, new) == []
 
 
 def test_a_smoke_run_takes_samples_from_everywhere() -> None:

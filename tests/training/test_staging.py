@@ -24,7 +24,7 @@ from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.run.attempt import Attempt
-from evenkeel.run.checkpoint import Checkpoints, load
+from evenkeel.run.checkpoint import Checkpoints, Provenance, load
 from evenkeel.run.run import Run
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.seqlock import Seqlock, Torn
@@ -277,7 +277,7 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
 
 
 def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, best_by=("accuracy", "max"))
+    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/accuracy", "max")))
     staging, writer = Staging(CPU), ThreadPoolExecutor()
     captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
     with slow_disk(tmp_path):

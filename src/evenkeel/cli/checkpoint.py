@@ -21,6 +21,7 @@ from ..common.files import write_atomically
 from ..common.naming import shown
 from ..config import Flag, MaybePath, option
 from ..run.checkpoint import Checkpoints, Damaged, Manifest, is_step_folder, load, read_manifest, step_folders, step_of
+from ..run.records import best_in
 from ..run.state_files import Want
 
 PLACES = "name a run directory, its checkpoints folder or one step-* folder"
@@ -44,9 +45,8 @@ class ListCheckpoints:
     def __call__(self) -> int:
         """Print the table."""
         paths = find(self.path, aside=True)
-        checkpoints = Checkpoints(paths[0].parent, 1, None)
-        newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
-        best = Checkpoints(checkpoints.folder, 1, newest.best_by if newest else None).best_path()
+        folder = paths[0].parent
+        newest, best = Checkpoints(folder, 1).newest_manifest(), best_in(folder)
         rows = [("STEP", "KIND", "WRITTEN", "SIZE", ""), *(_row(path, newest, best) for path in paths)]
         width = max(len(step) for step, *_ in rows)
         say("\n".join(aligned([(step.rjust(width), *cells) for step, *cells in rows])))

@@ -50,7 +50,7 @@ def measured(run: Path) -> Measured:
         for step in sorted(steps):
             last |= steps[step].get(kind, {})
     evaluations = {step: kinds["eval"] for step, kinds in steps.items() if "eval" in kinds}
-    newest = Checkpoints(run / "checkpoints", 1, None).newest_manifest()
+    newest = Checkpoints(run / "checkpoints", 1).newest_manifest()
     if not (newest and newest.best_by):
         return Measured(max(steps), last, {})
     name, mode = newest.best_by

@@ -83,7 +83,7 @@ def causes(a: Path, b: Path) -> list[str]:
     ]
     ranks, other_ranks = (read_facts(run / "status.json")[0].get("world_sizes", []) for run in (a, b))
     lines += [f"  ranks, by attempt: {ranks} | {other_ranks}"] * (ranks != other_ranks)
-    first, second = (Checkpoints(run / "checkpoints", 1, None).newest_manifest() for run in (a, b))
+    first, second = (Checkpoints(run / "checkpoints", 1).newest_manifest() for run in (a, b))
     if first and second:
         parts = differences(first.fingerprint, second.fingerprint)
         lines += [f"  {name}: {value} | {other}" for name, (value, other) in parts.items()]

@@ -34,10 +34,10 @@ from .options import (
     MaybePath,
     option,
 )  # fmt: skip
-from .saved import differences, saved_options
+from .saved import changed_options, saved_options
 
 __all__ = [
     "BELOW_1", "BOUNDS", "CUTTING", "FINITE", "FLOOR", "GROUPS", "HARMLESS", "NAME", "OPTION_NAMES", "SEEDS", "UNSAVED",
-    "Config", "Flag", "MaybePath", "check_numbers", "devices_per_rank", "differences", "option", "placed_networks",
+    "Config", "Flag", "MaybePath", "changed_options", "check_numbers", "devices_per_rank", "option", "placed_networks",
     "profile_window", "saved_options", "shard_size", "shares_of", "unshardable", "validate",
 ]  # fmt: skip

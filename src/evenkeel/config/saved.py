@@ -11,7 +11,7 @@ from ..common.errors import Refusal
 from .options import CUTTING, HARMLESS, UNSAVED, Config
 
 
-def differences(
+def changed_options(
     old: dict[str, Any], new: dict[str, Any], harmless: frozenset[str] = frozenset()
 ) -> list[tuple[str, Any, Any]]:
     """(name, old value, new value) of the options that shape the result and have changed since the run was saved.

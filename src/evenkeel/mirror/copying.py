@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from ..common.display import say
 from ..common.errors import REFUSED, Refusal
 from ..common.processes import AGENT_SIGNALS
-from ..config import differences
+from ..config import changed_options
 from ..resilience.interruption import STOPPED
-from ..run.checkpoint import MANIFEST, Checkpoints, Damaged, Manifest, read_manifest, step_of
+from ..run.checkpoint import MANIFEST, Checkpoints, Damaged, Manifest, Provenance, read_manifest, step_of
 from ..run.records import read_config
 from . import lease
 from .store import FILES, Store
@@ -49,7 +49,7 @@ class Copier:
     def __init__(self, settings: SimpleNamespace, copies: Path) -> None:
         self.settings, self.store = settings, Store(settings.url, copies)
         self.run_dir = Path(settings.run_dir)
-        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", settings.keep, None)
+        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", settings.keep)
         self.lease, self.over = lease.Lease(self.store, settings.job), threading.Event()
         self._done = dict[Path, int]()  # looked after: checkpoint -> its manifest's time in ns
         self._sent = {} if settings.first else self._times()
@@ -138,7 +138,7 @@ class Copier:
     def _prune(self) -> None:
         """Apply --keep, --keep-best and --keep-every there."""
         found, keep, keep_best = self.store.manifests(), self.settings.keep, self.settings.keep_best
-        there = Checkpoints(self.store.copies, keep, found[max(found)].best_by, keep_best=keep_best)
+        there = Checkpoints(self.store.copies, keep, Provenance(found[max(found)].best_by), keep_best)
         kept = {*map(step_of, [*there.best_paths(), *there.all()[-keep:]])}
         self.store.delete(kept | {step for step, manifest in found.items() if manifest.kept_for_ever})
 
@@ -153,7 +153,7 @@ class Copier:
         if theirs and config.is_file():
             self.store.copies.mkdir(exist_ok=True)
             (copy := self.store.copies / FILES[0]).write_bytes(theirs)
-            if changed := differences(read_config(copy), read_config(config), frozenset(self.settings.harmless)):
+            if changed := changed_options(read_config(copy), read_config(config), frozenset(self.settings.harmless)):
                 name, there, here = changed[0]
                 raise Refusal(f"--mirror {self.settings.url}: has another run: {name} is {there} there, {here} here")
 

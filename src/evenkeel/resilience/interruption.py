@@ -71,7 +71,7 @@ class Interruption:
             _receive(keeper_link.REGROUP)
         if launched:
             die_with_parent(signal.SIGTERM)  # else workers outlive a torchrun that dies
-        threading.Thread(target=self._watch, name="interruption", daemon=True).start()
+        threading.Thread(target=self._read_signals, name="interruption", daemon=True).start()
 
     def rescue_with(self, rescue: Callable[[str], None]) -> None:
         """Register what a thread calls with the name of a stop signal, before the process ends with :data:`STOPPED`."""
@@ -102,20 +102,21 @@ class Interruption:
             with contextlib.suppress(Exception):  # from torch, about loaders that are being killed
                 time.sleep(1)
 
-    def _watch(self) -> None:
+    def _read_signals(self) -> None:
         first = 0.0
         while True:
             (number,) = os.read(self._pipe, 1)
             if number == keeper_link.REGROUP:
-                self.end(REGROUPING, partial(self._rescue, REGROUPING), STOPPED)
-            if number not in STOP_SIGNALS:
-                continue  # REGROUP, or SIGCHLD, for which torch has a handler
-            if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
-                _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", output_timeout=1.0)
-            first, name = first or time.monotonic(), signal.Signals(number).name
-            if keeper_link.has_keeper() and os.getppid() != self._parent:
-                name = "the death of its keeper"
-            self.end(name, partial(self._rescue, name), STOPPED)
+                reason = REGROUPING
+            elif number in STOP_SIGNALS:
+                if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
+                    _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", output_timeout=1.0)
+                first, reason = first or time.monotonic(), signal.Signals(number).name
+                if keeper_link.has_keeper() and os.getppid() != self._parent:
+                    reason = "the death of its keeper"
+            else:
+                continue  # such as SIGCHLD, for which torch has a handler
+            self.end(reason, partial(self._rescue, reason), STOPPED)
 
     def _end(self, rescue: Callable[[], None], code: int) -> None:
         try:
@@ -140,9 +141,6 @@ class Resident(Interruption):
     def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
         """Warn, and do not end."""
         log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)
-
-    def claim_end(self) -> None:
-        """Return at once, because nothing ends the process."""
 
 
 def _receive(number: signal.Signals) -> None:

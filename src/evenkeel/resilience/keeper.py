@@ -51,7 +51,7 @@ from ..config import Config
 from ..distributed.exits import forget_error, give_up, refuse
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
 from .memory_checkpoint import KeeperMemory, Stored
-from .peers import Peers, end_store, hold_store, holds_store
+from .peers import Keepers, end_store, hold_store, holds_store
 
 UNFORKABLE = 119
 """Exit code of a fork that cannot use a GPU because its keeper has."""
@@ -81,7 +81,7 @@ class Keeper:
         self._train, self._changed = train, changed
         self._memory = KeeperMemory(save)
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._peers = Peers(self._rank, self._world_size)
+        self._keepers = Keepers(self._rank, self._world_size)
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
@@ -131,7 +131,7 @@ class Keeper:
         self._pipe, sending = os.pipe()
         os.set_blocking(self._pipe, False)
         self._messages, self._regroup_time, self._partial_line = {}, 0.0, b""
-        self._peers.join("")
+        self._keepers.join("")
         self._memory.prepare()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class Keeper:
         """Wait for the trainer's end; meanwhile pass on stop signals, and ask it to leave if another rank has died."""
         heeded = self._stops | {signal.SIGCHLD}
         while True:
-            number = _await_signal(heeded, self._peers.interval)
+            number = _await_signal(heeded, self._keepers.interval)
             if number and number != signal.SIGCHLD:
                 self._record_stop(number)
                 os.kill(pid, number)
@@ -172,7 +172,7 @@ class Keeper:
             if self._regroup_time:
                 if time.monotonic() - self._regroup_time > self._grace + REGROUP_TIMEOUT:
                     os.kill(pid, signal.SIGKILL)
-            elif self._peers.has_died():
+            elif self._keepers.has_died():
                 self._regroup_time = time.monotonic()
                 os.kill(pid, keeper_link.REGROUP)
 
@@ -186,7 +186,7 @@ class Keeper:
             message, _, value = line.decode(errors="surrogateescape").partition(" ")
             self._messages[message] = value
             if message == "generation":
-                self._peers.join(value)
+                self._keepers.join(value)
             elif message == "limit":
                 self._limit = int(value)
             elif message == "grace":
@@ -248,7 +248,7 @@ class Keeper:
         if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or not holds_store():
             return False
         if code == 0:
-            return not self._peers.await_all(self._stopped_within)
+            return not self._keepers.await_all(self._stopped_within)
         if code < 0 and not self._regroup_time:  # after REGROUP this keeper may have killed it
             death = f"rank {self._rank} was killed by {_signal_name(-code)}"
         elif "hang" in self._messages:
@@ -260,7 +260,7 @@ class Keeper:
         if self._without_progress >= self._limit:
             _say(f"{death or f'rank {self._rank} lost another rank'} again, without progress; torchrun decides")
             return False
-        if death and not self._peers.report_death(death):
+        if death and not self._keepers.report_death(death):
             return False  # the others would wait for this rank
         self._without_progress += 1
         if death:
@@ -269,7 +269,7 @@ class Keeper:
 
     def _is_confirmed(self) -> bool:
         """Whether the trainer has lost a rank that died; if not, print the error that looked like it."""
-        if self._peers.confirm_death(self._stopped_within):
+        if self._keepers.confirm_death(self._stopped_within):
             return True
         if not self._stop_time:  # of all ranks: the first one may only have lost the one whose error it is
             with contextlib.suppress(OSError, ValueError):
@@ -281,7 +281,7 @@ class Keeper:
         if code == REFUSED and "refusal" in self._messages:
             refuse(self._messages["refusal"])
         if code:
-            self._peers.report_end()
+            self._keepers.report_end()
         if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
             give_up()
         # a trainer ends so at a second Ctrl-C; one that has not sent --grace, at the first: it handled no signals yet

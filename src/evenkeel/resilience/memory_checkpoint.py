@@ -40,7 +40,7 @@ class MemoryCheckpoint(NamedTuple):
     """A complete state in memory."""
 
     descriptor: int
-    facts: dict[str, Any]  # the manifest of its checkpoint and the folder for it; JSON
+    facts: dict[str, Any]  # its manifest and how to store it, from `run.checkpoint.facts_of`; JSON
 
     @property
     def path(self) -> str:

@@ -20,7 +20,7 @@ from ..common.errors import EndedHere
 from ..common.processes import die_with_parent, name_process
 from ..distributed.rendezvous import DIED, UNKEPT, generation_store, job_store
 
-STORE_TIMEOUT = 10.0
+REQUEST_TIMEOUT = 10.0
 """Seconds for an answer of the store, whose machine may be gone. The keeper does nothing else meanwhile."""
 
 CONNECT_TIMEOUT = 60.0
@@ -36,7 +36,7 @@ DONE, GONE = "done", "gone"
 """Keys of a generation: how many ranks have finished, and how many keepers know that all have."""
 
 
-class Peers:
+class Keepers:
     """The keepers of the ranks that have met under one name.
 
     Args:
@@ -65,11 +65,11 @@ class Peers:
         """A connection with a time-out on its socket, because some of torch's requests have none."""
         before = _sockets()
         store = job_store(self._rank, self._world_size, timedelta(seconds=CONNECT_TIMEOUT))
-        store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
+        store.set_timeout(timedelta(seconds=REQUEST_TIMEOUT))
         self._sockets = [socket.socket(fileno=os.dup(number)) for number in _sockets() - before]
         for connection in self._sockets:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STORE_TIMEOUT), 0))
+                connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(REQUEST_TIMEOUT), 0))
         return store
 
     def _lose(self) -> None:

@@ -2,22 +2,22 @@
 
     run.py            Run: open, its steps, and what comes after each; every rank calls the same methods
     attempt.py        how an attempt begins: all ranks agree on data, options and cut
-    start_checks.py   --mirror without a mirror, and warnings before the first step
+    start_checks.py   --mirror without a mirror, warnings before the first step, the disk that --keep-every needs
     data_check.py     all ranks, and all starts, read the same samples
     resume.py         the newest whole state of any node, on all ranks
     build.py          this process, the data, the model and the state before the first step
     step_log.py       the line of metrics of a step, and warnings beside it
     evaluator.py      evaluations of the present state
     checkpointer.py   when a checkpoint is due, and what came of it
-    disk_needed.py    what the checkpoints of --keep-every will take
     state_files.py    the files of a checkpoint that hold its state; joining those of a sharded run
     saver.py          checkpoints beside the steps, and the rescue of the last finished one
     sharded_saver.py  the same on every rank of a sharded run, which saves its rows (--shard on)
     sharded_checkpoint.py  the rows of a rank in files, and the name that a checkpoint gets when all are there
     sharded_resume.py  each rank's rows, from memory or from files of any number of ranks
     ending.py         finished, stopped, failed or hung: what is saved and recorded
-    run_directory.py  the folder: claim and lock it, move a run aside, status.json
-    identity.py       whether a job may use the folder: empty, or with the same run in it
+    run_directory.py  the folder: claim and lock it, status.json
+    identity.py       whether a job may use the folder: empty, or with the same run in it; moves a run aside
+    crash_loop.py     counts attempts in a row that finish no step
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
     records.py        read status.json, metrics.jsonl and config.toml as they were written, or as they grow; the ledger

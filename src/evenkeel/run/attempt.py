@@ -29,7 +29,7 @@ from ..common.arguments import flag
 from ..common.display import near
 from ..common.errors import Ended, Refusal
 from ..common.phases import START_UP, activity
-from ..config import Config, differences, saved_options
+from ..config import Config, changed_options, saved_options
 from ..config.options import ALIKE
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
@@ -39,15 +39,15 @@ from ..distributed.world import World
 from ..resilience.interruption import REGROUPING
 from ..training.cut import Cutter
 from ..training.task import Task
-from . import tracking
-from .checkpoint import Checkpoints
+from . import crash_loop, tracking
+from .checkpoint import Checkpoints, Provenance
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint_of_run
 from .identity import Identity, prepare_folder
 from .records import is_run, is_untrained, read_facts, recorded_options
 from .resume import compare_bits
-from .run_directory import MAX_FRUITLESS, RunDirectory, RunState, adopt, claim, is_restart, launch_token
+from .run_directory import RunDirectory, RunState, adopt, claim, is_restart, launch_token
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
@@ -101,7 +101,7 @@ class Attempt:
         config, plan: the options and how steps are cut, once :meth:`begin` has decided the cut.
         lead: the run's folder and its tracker, on rank 0 once the attempt has begun; None if the run is finished.
         data: compares the samples among ranks and with earlier attempts.
-        checkpoints: the run's on this node.
+        checkpoints, provenance: the run's on this node, and what each of them says of the run.
         compiled: with --compile.
         logs: folder of logs; of this attempt's, once it has begun.
         hosts: the host name of each rank, once it has begun.
@@ -126,10 +126,12 @@ class Attempt:
         facts = fingerprint_of_run(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
         folder, best, every = self.path / "checkpoints", config.keep_best, config.keep_every
-        self.checkpoints = Checkpoints(folder, config.keep, None, facts, keep_best=best, keep_every=every)
+        self.provenance = Provenance(fingerprint=facts)
+        self.checkpoints = Checkpoints(folder, config.keep, self.provenance, best, every)
         self.logs = self.path / "logs"
         self.lead: Lead | None = None
         self.hosts: list[str] = []
+        self._notices: list[str] = []  # warnings to log when the attempt has begun; "" for none
         self.harmless, self._cutter = task.harmless, cutter
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
@@ -156,7 +158,7 @@ class Attempt:
             # a later attempt may have a state in memory only; a run that is "stopped" without one on disk is untrained
             state: RunState = "stopped" if mine.attempts == 1 else "running"
             with contextlib.suppress(OSError):
-                mine.update(state, reason=reason, fruitless=0)  # a stop is no crash loop
+                mine.update(state, reason=reason, **crash_loop.CLEARED)
         self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
 
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]]) -> bool:
@@ -171,25 +173,27 @@ class Attempt:
         """
         before = self._gather_records()
         # once on each node; its other ranks wait in the next collective
-        warning = self.compiled.unpack(before.starts_over) if self.compiled and self.world.local_rank == 0 else ""
+        if self.compiled and self.world.local_rank == 0:
+            self._notices.append(self.compiled.unpack(before.starts_over))
         # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare(before.newest)
-        config, threads, cut_line = self._decide_cut(before, find_micro_batch)
-        self._take_cut(config, threads)
+        cut_line = self._decide_cut(before, find_micro_batch)
         self._refuse_other_bits(before)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
-        self.checkpoints.run_id = status.get("run_id", "")
+        self.provenance.run_id = status.get("run_id", "")
         if self._finished(status):
             early = " early" if status.get("stopped_early") else ""
             end = f"finished{early} at step {status.get('step', 0)}"
             self.say(f"evenkeel: {near(self.path)}: {end}; --fresh starts over")
             return True
-        uneven_warning = self._start_logging(status, warning)
+        self._start_logging(status)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
         self._end_crash_loop(status)
-        self._start_tracking(uneven_warning, cut_line)
+        self._start_tracking(cut_line)
+        for line in filter(None, self._notices):
+            log.warning("%s", line)
         return False
 
     def record_order(self, epoch: int) -> None:
@@ -214,7 +218,7 @@ class Attempt:
         options, alike = everywhere[0]
         for rank, (typed, here_alike) in enumerate(everywhere):
             other = [(name, value, here_alike[name]) for name, value in alike.items() if here_alike[name] != value]
-            for name, lead, here in [*differences(options, typed, self.harmless), *other]:
+            for name, lead, here in [*changed_options(options, typed, self.harmless), *other]:
                 raise Refusal(f"{flag(name)} is {lead} on rank 0 and {here} on rank {rank}; type the same on all nodes")
 
     def _refuse_other_bits(self, before: Records) -> None:
@@ -224,7 +228,7 @@ class Attempt:
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
         present = [manifest for manifest in manifests if manifest and not before.starts_over]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
-        compare_bits(self.world.gather(self.checkpoints.fingerprint), newest, strict=True)
+        compare_bits(self.world.gather(self.provenance.fingerprint), newest, strict=True)
 
     def _record_start(self, before: Records) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
@@ -262,9 +266,9 @@ class Attempt:
         directory.begin(self.options, before.tokens, **facts)
         return directory.status
 
-    def _start_logging(self, status: dict[str, Any], warning: str) -> str:
-        """On every rank: start its log with this warning, and on a node without rank 0 copy the facts of the run.
-        Returns a line if GPUs differ; raises Ended on all ranks if a node cannot write."""
+    def _start_logging(self, status: dict[str, Any]) -> None:
+        """On every rank: start its log, and on a node without rank 0 copy the facts of the run. Raises Ended on all
+        ranks if a node cannot write."""
         self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
         ready = self._try_to_write(lambda: self._write_log(status))
         mine = describe(self.world.device)
@@ -276,9 +280,8 @@ class Attempt:
         for _, ended in everywhere:
             if ended:
                 raise ended
-        if warning:
-            log.warning("%s", warning)
-        return explain_uneven([device.kind for device, _ in everywhere])
+        if self._directory:
+            self._notices.append(explain_uneven([device.kind for device, _ in everywhere]))
 
     def _write_log(self, status: dict[str, Any]) -> None:
         copies = self.world.local_rank == 0 and not self._directory
@@ -299,11 +302,10 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> tuple[Config, int, str]:
-        """Decide how steps are cut: as recorded for this run; for a new one, by options.
+    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
+        """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
-        The same on all ranks, whichever node has the run's folder. Returns the options with the cut, the recorded
-        number of threads (0: none), and a line about the cut, or "".
+        The same on all ranks, whichever node has the run's folder. Returns a line about a cut that was found, else "".
         """
         recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_attempts, default={})
         config, line = self._cutter(recorded), ""
@@ -313,36 +315,29 @@ class Attempt:
                 activity.enter(START_UP, "--micro-batch auto")
                 found, line = find_micro_batch()
             config = replace(config, micro_batch=int(found))
-        return config, recorded.get("threads", 0), line
-
-    def _take_cut(self, config: Config, threads: int) -> None:
-        """Train with the cut in these options, and with this number of threads, unless one is typed or it is 0."""
-        if threads and not config.threads:
+        if (threads := recorded.get("threads", 0)) and not config.threads:
             torch.set_num_threads(threads)
         self.config, self.plan = config, Plan.of(config, self.plan.length, self.plan.batches)
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         if config.sync_batchnorm:
             refuse_too_few_ranks(self.plan, self.world.world_size)
-        self.checkpoints.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
+        self.provenance.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
+        return line
 
     def _finished(self, status: dict[str, Any]) -> bool:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
         return status.get("state") == "finished" and bool(over)
 
     def _end_crash_loop(self, status: dict[str, Any]) -> None:
-        if status["fruitless"] <= MAX_FRUITLESS:
+        if not (reason := crash_loop.reason_to_end(status)):
             return
-        reason = f"{MAX_FRUITLESS} consecutive attempts died before they finished a step"
         if self._directory:
-            last = self._directory.status.get("last_failure")
-            unknown = ", without an error: killed from outside, perhaps out of memory"
-            reason += f"; the last: {last}" if last else unknown
             with contextlib.suppress(OSError):
                 self._directory.update("failed", reason=reason)
         raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
-    def _start_tracking(self, uneven_warning: str, cut_line: str) -> None:
-        """Start the tracker on rank 0, and log warnings and how the cut was found; both lines may be ""."""
+    def _start_tracking(self, cut_line: str) -> None:
+        """Start the tracker on rank 0, and report how the cut was found, if a line says so."""
         if not (directory := self._directory):
             return
         config, plan, world = self.config, self.plan, self.world
@@ -351,10 +346,8 @@ class Attempt:
         for name, make in self._own_trackers.items():
             tracker.own_trackers[name] = partial(make, self.path.name, self.path, self.options)
         if damage := directory.trouble:
-            log.warning("%s/%s; the run goes on from its checkpoints", self.path, damage)
-        at_start = warnings_at_start(config, plan, world, self.sets)
-        for line in filter(None, (uneven_warning, self.data.warning(), *at_start)):
-            log.warning("%s", line)
+            self._notices.append(f"{self.path}/{damage}; the run goes on from its checkpoints")
+        self._notices += [self.data.warning(), *warnings_at_start(config, plan, world, self.sets)]
         if cut_line:
             self.say(cut_line)
             tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=cut_line)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import logging
 import math
 import os
 import re
@@ -38,12 +36,10 @@ from .state_files import STATE as STATE
 from .state_files import Damaged as Damaged
 from .state_files import Want, WrittenFile, clean, clean_locked, dump, read_state, replaced, set_aside, state_files
 
-log = logging.getLogger(__name__)
-
 LEFT_BEHIND = 600.0
 """Seconds without a write, after which an incomplete checkpoint is one of a killed process."""
 
-LOCK_TIMEOUT = 10.0
+WRITER_TIMEOUT = 10.0
 """Seconds that a planned checkpoint waits for another writer. A rescue has less: the rest of --grace."""
 
 MANIFEST = "manifest.json"
@@ -80,37 +76,37 @@ class Manifest:
 
 
 @dataclass
-class Checkpoints:
-    """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues.
+class Provenance:
+    """What all checkpoints of a run say of it (see `Manifest`). `Attempt` owns it; its fields say who else sets them.
 
-    In a run `Attempt` makes it, completes `fingerprint` when the cut is decided, and sets `run_id` when the start is
-    recorded. `Run`, `Resume` and `Evaluator` set `best_by` when they learn which metric decides. `Resume` sets
-    `bits_void_from`, and rank 0's `fingerprint` on all ranks. Nothing of it changes after the first evaluation.
+    Nothing of it changes after the first evaluation.
     """
 
+    best_by: tuple[str, str] | None = None
+    """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `Resume`, and by
+    `Evaluator`, as only an evaluation shows whether the loss is the only metric."""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    """`Attempt` completes it when the cut is decided; `Resume` sets rank 0's on all ranks."""
+    bits_void_from: int | None = None
+    """Set by `Resume`."""
+    run_id: str = ""
+    """The run's, in status.json; set by `Attempt` once the start is recorded. A writer that finds another one there
+    comes late; empty: it does not look."""
+
+
+@dataclass
+class Checkpoints:
+    """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues."""
+
     folder: Path
+    """In a run an absolute path: the task may change the working directory."""
     keep: int
     """Newest ones to keep, besides the best ones."""
-    best_by: tuple[str, str] | None
-    """(metric, "max" or "min") that decides which one is best; without its set, the test set's. None: none."""
-    fingerprint: dict[str, str] = field(default_factory=dict)
-    """Written into each manifest, like the next field."""
-    bits_void_from: int | None = None
+    provenance: Provenance = field(default_factory=Provenance)
     keep_best: int = 1
     """Best ones to keep, besides the newest."""
     keep_every: int = 0
     """Keep those whose step is a multiple of this for ever; 0: none."""
-    run_id: str = ""
-    """The run's, in status.json. A writer that finds another one there comes late; empty: it does not look."""
-
-    def __post_init__(self) -> None:
-        if self.best_by:
-            self.best_by = full_name(TEST, self.best_by[0]), self.best_by[1]
-
-    @property
-    def place(self) -> str:
-        """The folder's path, whatever the working directory."""
-        return os.path.abspath(self.folder)  # noqa: PTH100  (a link may lead elsewhere later)
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -131,7 +127,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self.locked(time.monotonic() + LOCK_TIMEOUT) as alone:
+        with self.locked(time.monotonic() + WRITER_TIMEOUT) as alone:
             if alone:  # or ranks that are killed while they save, and start again from memory, fill the disk
                 clean_locked(self.folder, LEFT_BEHIND)
             return self._write(state, metrics, "checkpoint")
@@ -148,14 +144,15 @@ class Checkpoints:
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
         with self.locked(until):
-            there = self.newest_step() >= state["step"]
+            exists = self.newest_step() >= state["step"]
             if kind == "checkpoint":  # a snapshot of this step has no evaluation
-                there = any((m.step, m.kind) == (state["step"], kind) for _, m in self._manifests())
-            return None if there else self._write(state, metrics, kind)
+                exists = any((m.step, m.kind) == (state["step"], kind) for _, m in self._manifests())
+            return None if exists else self._write(state, metrics, kind)
 
     def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
         """The manifest of a checkpoint that is written now, without its files, which are not known yet."""
-        facts = named(TEST, metrics), self.best_by, self.fingerprint, self.bits_void_from
+        it = self.provenance
+        facts = named(TEST, metrics), it.best_by, it.fingerprint, it.bits_void_from
         return Manifest(step, time.time(), kind, socket.gethostname(), *facts, {}, self.keep_every)
 
     def clear_snapshots(self, before: int) -> None:
@@ -200,8 +197,8 @@ class Checkpoints:
         """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `locked`."""
         refuse_stale_writer(self)  # again: this process may have been frozen while it wrote
         old = self.folder / f".{final.name}.old"
-        again = kind == "checkpoint" or not (final / MANIFEST).exists()
-        if again and final.exists():  # the same step, written by an earlier attempt
+        replaces = kind == "checkpoint" or not (final / MANIFEST).exists()
+        if replaces and final.exists():  # the same step, written by an earlier attempt
             shutil.rmtree(old, ignore_errors=True)
             final.replace(old)
         try:
@@ -266,30 +263,32 @@ class Checkpoints:
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         """The deciding metric, with a sign so that greater is better; -inf if it is missing or NaN."""
-        value = named(TEST, metrics).get(self.best_by[0], math.nan) if self.best_by else math.nan
+        name, mode = self.provenance.best_by or ("", "")
+        value = named(TEST, metrics).get(name, math.nan)
         if math.isnan(value):
             return -math.inf
-        return value if self.best_by and self.best_by[1] == "max" else -value
+        return value if mode == "max" else -value
 
 
 def refuse_stale_writer(checkpoints: Checkpoints) -> None:
     """Raise an OSError if another run has begun in the folder (--fresh): this process is left of the one before."""
     with contextlib.suppress(ValueError):  # a status.json that was damaged says nothing
-        now = read_json(checkpoints.folder.parent / "status.json").get("run_id")
-        if now and checkpoints.run_id and now != checkpoints.run_id:
-            raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", checkpoints.place)
+        now, mine = read_json(checkpoints.folder.parent / "status.json").get("run_id"), checkpoints.provenance.run_id
+        if now and mine and now != mine:
+            raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", str(checkpoints.folder))
 
 
-def await_writer(checkpoints: Checkpoints) -> None:
-    """At a start: wait for a process that an earlier attempt has left and that still writes (`folder_locked`)."""
-    if not checkpoints.folder.exists():
-        return
-    with folder_locked(checkpoints.folder, 0.0, fcntl.LOCK_SH) as free:
-        if free:
-            return
-    log.warning("a process of an earlier attempt is still writing to %s; waiting for it", checkpoints.place)
-    with folder_locked(checkpoints.folder, time.monotonic() + LOCK_TIMEOUT, fcntl.LOCK_SH):
-        pass
+def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
+    """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
+    more = {"folder": str(checkpoints.folder), "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
+    return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
+
+
+def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
+    """The folder that :func:`facts_of` has described."""
+    it = manifest_of(dict(facts))
+    provenance = Provenance(it.best_by, it.fingerprint, it.bits_void_from, facts["run_id"])
+    return Checkpoints(Path(facts["folder"]), facts["keep"], provenance, facts["keep_best"], it.keep_every)
 
 
 def known_step(checkpoints: Checkpoints) -> int | str:

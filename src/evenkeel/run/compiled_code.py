@@ -83,9 +83,7 @@ class CompiledCode:
                     raise PermissionError("it belongs to another user, or is open to others")
                 with zipfile.ZipFile(file) as archive:
                     if (size := sum(it.file_size for it in archive.infolist())) > LARGEST:
-                        raise zipfile.BadZipFile(
-                            f"its files have {size:,} bytes, of which at most {LARGEST:,} are read"
-                        )
+                        raise zipfile.BadZipFile(f"its files have {size:,} bytes; at most {LARGEST:,} are read")
                     if damaged := archive.testzip():
                         raise zipfile.BadZipFile(f"Bad CRC-32 for file {damaged!r}")
                     archive.extractall(self.folder)

@@ -29,6 +29,7 @@ from ..training.nonfinite import NonFinite
 from ..training.oom import OutOfMemory, explained
 from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
+from . import crash_loop
 from .attempt import Attempt
 from .checkpoint import Damaged, known_step, read_manifest, step_of
 from .checkpointer import Checkpointer
@@ -123,7 +124,7 @@ class Ending:
             "restarts": directory.attempts - 1,
             "restarts_in_place": directory.status.get("restarts_in_place", 0),
             "world_sizes": directory.status["world_sizes"],
-            "bits_void_from": self._saver.checkpoints.bits_void_from,
+            "bits_void_from": self._attempt.provenance.bits_void_from,
             "seconds": directory.seconds,
             "goodput": goodput(spent),
             "ledger": spent,
@@ -134,9 +135,7 @@ class Ending:
         dead = spent["dead"]
         seconds = sum(spent.values()) - dead
         share = goodput_to_show(spent["productive"] / max(seconds, 1e-9), seconds + dead, tracker.attempt)
-        took = f"{seconds:.1f} s"
-        if share is not None:
-            took += f" ({100 * share:.0f} % of it training)"
+        took = f"{seconds:.1f} s" + ("" if share is None else f" ({100 * share:.0f} % of it training)")
         if dead >= 1:
             took += f", and was down for {dead:.0f} s more (no process, or a hang)"
         took += f", {why}" if why else ""
@@ -160,7 +159,7 @@ class Ending:
         if self.watch:
             self.watch.end()
         self._step_log.await_last_line()
-        self._record_end("stopped", reason, STOPPED, **({} if regroups else {"fruitless": 0}))  # no crash loop
+        self._record_end("stopped", reason, STOPPED, **({} if regroups else crash_loop.CLEARED))
         if regroups:
             self._attempt.say(f"evenkeel: another rank died; {saved}; this rank starts again")
             return
@@ -197,22 +196,22 @@ class Ending:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
         assert self.watch
         diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
-        saved = self._rescue(in_place=keeper_link.has_keeper())
-        explanation = diagnosis.explain()
-        if diagnosis.is_within_reach():
+        saved = self._rescue(in_place=keeper_link.has_keeper())  # first: --grace may end this process at any time
+        explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
+        if diagnosis.is_within_reach():  # else a frozen rank stays, and this one cannot start in place without it
             keeper_link.send("hang")
         log.info("failed at step %d: %s", self._state.step, explanation)
-        activity.write_off()
-        diagnosis.kill_frozen()
+        activity.write_off()  # before the record, which has the seconds of each phase
+        diagnosis.kill_frozen()  # before the record: its file system may be the cause, and torchrun waits for these
         blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"
         if diagnosis.is_lowest and self._world.rank != 0:  # rank 0 is frozen, so this one records the end
             with contextlib.suppress(OSError):  # the file system may be the cause
-                known, run_id = read_facts(status)[0], self._saver.checkpoints.run_id
+                known, run_id = read_facts(status)[0], self._attempt.provenance.run_id
                 if (known.get("state"), known.get("run_id")) == ("running", run_id):
                     mark_failed(status, explanation, wrong_nodes=_wrong_nodes(known, blamed))
         self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(self._attempt.status, blamed))
-        diagnosis.write_collectives()
-        diagnosis.compare_collectives()
+        diagnosis.write_collectives()  # after all that matters: torch may hang in NCCL's
+        diagnosis.compare_collectives()  # of the files that all ranks have just written
 
     @property
     def _step(self) -> int:

@@ -62,7 +62,7 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
     run_dir = config.run_dir
     assert run_dir is not None  # resolved
     config = cut_as_recorded(config)
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, task.best)
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep)
     nothing = Refusal(f"--eval-only: {run_dir} has no checkpoint; train first, or name weights with --init-from")
     if world.local_world_size == world.world_size and not (config.init_from or checkpoints.newest_named_step()):
         raise nothing  # before a process group exists

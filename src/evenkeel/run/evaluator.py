@@ -70,7 +70,7 @@ class Evaluator:
         """Warn of an evaluation that lacks the metric that decides; find out whether the loss does."""
         self._checked = True
         self._state.stopping.check(metrics)
-        self._attempt.checkpoints.best_by = self._state.stopping.best_by
+        self._attempt.provenance.best_by = self._state.stopping.best_by
 
     def evaluate(self) -> None:
         """Evaluate on the set that decides and then, now or at the end only, on the others. Without a set there are no

@@ -1,20 +1,29 @@
-"""Whether a job may use a folder: empty, or with the same run in it."""
+"""Whether a job may use a folder: empty, or with the same run in it, or with one that it moves aside."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from ..common.arguments import flag
 from ..common.display import near
-from ..common.errors import Refusal
-from ..config import differences
+from ..common.errors import Ended, Refusal
+from ..common.files import make_unused, write_json
+from ..config import changed_options
 from .checkpoint import step_folders
 from .records import is_run, is_untrained, read_config, read_facts
+
+OURS = (
+    "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
+    "streams", "wandb", "tensorboard", "trackers", "media", "predictions", "profile", "config.toml", "report.html",
+    "audit.json")  # fmt: skip
+"""Files of a run in its folder besides status.json, and those of `evenkeel report` and `audit`."""
 
 ASIDE = r"(.*\.)?old-\d{8}-\d{6}(-\d+)?"
 """Names of folders with runs that were moved aside."""
@@ -81,7 +90,7 @@ def refuse_another_run(path: Path, run: Identity) -> None:
         )
     status, _ = read_facts(path / "status.json")
     before = read_config(config) if config.exists() else run.options
-    if changed := differences({**run.earlier, **before}, {**run.earlier, **run.options}, run.harmless):
+    if changed := changed_options({**run.earlier, **before}, {**run.earlier, **run.options}, run.harmless):
         shown = ", ".join(
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
             for name, old, new in changed
@@ -121,6 +130,40 @@ def refuse_other_order(path: Path, known: Mapping[str, Any], order: str) -> None
             "samples would come twice; restore what it depends on (index and options of the data set, "
             "sample_weights(), order(), sample_lengths()), name another folder, or start over with --fresh"
         )
+
+
+def move_aside(path: Path) -> Path:
+    """Move what a run has written into a new folder beside it, or within it (a mount, another user's folder).
+
+    All of it or nothing. Other files stay, and so do the lock of the job that starts over and what Slurm needs.
+
+    Raises:
+        Ended: it cannot be moved; nothing has changed.
+    """
+    path = path.resolve()  # a link may lead to another file system
+    name = f"old-{time.strftime('%Y%m%d-%H%M%S')}"
+    entries = [path / ours for ours in ("status.json", *OURS) if os.path.lexists(path / ours)]
+    for place in (path.with_name(f"{path.name}.{name}"), path / name):
+        aside, moved = None, list[Path]()
+        try:
+            aside = make_unused(place)
+            for entry in entries:
+                entry.rename(aside / entry.name)
+                moved.append(entry)
+                if entry.name == "status.json":
+                    # a process that is left of the old run finds another one from here on (`refuse_stale_writer`); and
+                    # after a crash here the rest is recognised as a run
+                    write_json(entry, {"world_sizes": [], "state": "stopped", "run_id": uuid4().hex})
+            return aside
+        except OSError as error:
+            trouble = error.strerror or str(error)
+        if aside:
+            for entry in reversed(moved):
+                (aside / entry.name).rename(entry)
+            aside.rmdir()
+    raise Ended(
+        f"--fresh: the run in {path} cannot be moved aside: {trouble}; move it away yourself, or name another --run-dir"
+    )
 
 
 def _foreign(path: Path) -> list[str]:

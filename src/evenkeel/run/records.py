@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from ..common.errors import Refusal
 from ..common.files import alike, read_json
 from ..common.naming import TEST, TRAIN, named
-from .checkpoint import Checkpoints, step_folders, step_of
+from .checkpoint import Checkpoints, Provenance, step_folders, step_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,22 +30,13 @@ log = logging.getLogger(__name__)
 
 FACTS: dict[str, Any] = {
     **dict.fromkeys(("state", "host", "reason", "last_failure", "requeues", "wandb_id", "weights_sha256"), ""),
-    **dict.fromkeys(("shares", "run_id"), ""),
+    **dict.fromkeys(("shares", "run_id", "order"), ""),
     **dict.fromkeys(("pid", "step", "total_steps", "samples_seen", "threads", "micro_batch", "micro_batches"), 0),
-    **dict.fromkeys(("fruitless", "starts"), 0),
+    **dict.fromkeys(("fruitless", "starts", "restarts_in_place", "verified"), 0),
     **dict.fromkeys(("time", "seconds", "goodput"), 0.0),
-    "stopped_early": False,
-    "verified": 0,
-    "alarms": [""],
-    "wrong_nodes": {"": 0},
-    "launch": [""],
-    "world_sizes": [0],
-    "samples": {"": 0},
-    "hints": {"": ""},
-    "digests": {"": {"equal": "", "near": [-1.0]}},
-    "ledger": {"": 0.0},
-    "orders": {"": ""},
-}
+    "alarms": [""], "launch": [""], "samples": {"": 0}, "wrong_nodes": {"": 0}, "hints": {"": ""}, "orders": {"": ""},
+    "stopped_early": False, "world_sizes": [0], "digests": {"": {"equal": "", "near": [-1.0]}}, "ledger": {"": 0.0},
+}  # fmt: skip
 """An example of each fact in status.json, summary.json and Slurm's count of starts."""
 
 RECORD: dict[str, Any] = {"kind": "", "step": 0, "time": 0.0}
@@ -263,7 +253,7 @@ def recorded_options(path: Path | None, untrained: bool | None = None) -> dict[s
     except (OSError, Refusal):
         return {}
     saved = {"threads": status.get("threads"), **{name: cut.get(name) for name in ("micro_batch", "micro_batches")}}
-    if not saved["threads"] and (newest := Checkpoints(path / "checkpoints", 1, None).newest_manifest()):
+    if not saved["threads"] and (newest := Checkpoints(path / "checkpoints", 1).newest_manifest()):
         saved["threads"] = int(newest.fingerprint.get("threads", 0))  # of an older version
     return {name: value for name, value in saved.items() if type(value) is int and value}
 
@@ -297,19 +287,22 @@ def is_run(path: Path) -> bool:
     return False
 
 
+def best_in(folder: Path) -> Path | None:
+    """The best checkpoint in a folder of them, by the metric that the newest manifest names; None if there is none."""
+    newest = Checkpoints(folder, 1).newest_manifest()
+    return Checkpoints(folder, 1, Provenance(newest.best_by)).best_path() if newest else None
+
+
 def chosen(run: Path, name: str) -> Path:
     """What `--checkpoint` of a command means: "last", the run itself, where the newest whole one is taken; "best"; or a
     step's folder. Refused if there is no such one."""
-    checkpoints = Checkpoints(run / "checkpoints", 1, None)
-    steps = {step_of(path): path for path in step_folders(checkpoints.folder)}
+    steps = {step_of(path): path for path in step_folders(run / "checkpoints")}
     if not steps:
         raise Refusal(f"{run}: no checkpoint there; name a run directory")
     if name == "last":
         return run
     if name == "best":
-        newest = checkpoints.newest_manifest()  # it names the metric that decides which is best
-        best = newest and replace(checkpoints, best_by=newest.best_by).best_path()
-        if not best:
+        if not (best := best_in(run / "checkpoints")):
             raise Refusal("--checkpoint best: no checkpoint of this run has the metric of its task's `best`; use last")
         return best
     if not name.isdecimal() or int(name) not in steps:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.errors import Ended, Refusal
+from ..common.files import folder_locked
 from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
 from ..config import Config
@@ -21,7 +24,7 @@ from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
 from ..training.freezing import left_evaluating, unregistered
 from ..training.state import State
-from .checkpoint import Checkpoints, Manifest, await_writer, manifest_of
+from .checkpoint import WRITER_TIMEOUT, Checkpoints, Manifest, manifest_of
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, rank_differences, read_cut
 from .records import TAIL, evaluation_in, read_records
 from .run_directory import RunDirectory
@@ -39,7 +42,7 @@ class Resume:
     Args:
         config: the options.
         world: the ranks that go on; the process group exists.
-        checkpoints: of the run on this node; they get the facts about bits for later manifests.
+        checkpoints: of the run on this node; it completes their provenance.
 
     Attributes:
         unevaluated: whether the state was saved without an evaluation of it.
@@ -48,7 +51,7 @@ class Resume:
     def __init__(self, config: Config, world: World, checkpoints: Checkpoints) -> None:
         assert config.run_dir is not None  # resolved
         self._config, self._world, self._checkpoints, self._path = config, world, checkpoints, config.run_dir
-        self.unevaluated = False
+        self._provenance, self.unevaluated = checkpoints.provenance, False
         self._other_bits: Differences = {}
         self._other_best = ""
 
@@ -73,8 +76,8 @@ class Resume:
         if manifest:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
-            self._other_best = state.stopping.go_on(manifest.best_by)
-            self._checkpoints.best_by = state.stopping.best_by
+            self._other_best = state.stopping.resume_from(manifest.best_by)
+        self._provenance.best_by = state.stopping.best_by
         rank_memory.discard_previous()
         activity.enter(START_UP, "first step")
 
@@ -82,9 +85,9 @@ class Resume:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         leads_node = self._world.local_rank == 0
         while True:
-            offers = self._world.gather(rank_memory.offer(self._checkpoints.run_id))
+            offers = self._world.gather(rank_memory.offer(self._provenance.run_id))
             if leads_node and not any(offers):  # else it may be writing what is in memory
-                await_writer(self._checkpoints)
+                self._await_writer()
             on_disk = self._world.gather(self._checkpoints.newest_named_step() if leads_node else 0)
             newest = max([*on_disk, *(offer.step for offer in offers if offer)])
             if newest == 0:
@@ -98,14 +101,25 @@ class Resume:
             if manifest:
                 return manifest, saved
 
+    def _await_writer(self) -> None:
+        """Wait for a process that an earlier attempt has left and that still writes."""
+        if not (folder := self._checkpoints.folder).exists():
+            return
+        with folder_locked(folder, kind=fcntl.LOCK_SH) as free:
+            pass
+        if not free:
+            log.warning("a process of an earlier attempt is still writing to %s; waiting for it", folder)
+            with folder_locked(folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
+                pass
+
     def _record_bits(self, manifest: Manifest | None) -> None:
         """Set what later manifests say: rank 0's fingerprint, and the step from which bits may differ."""
-        present = self._world.gather(self._checkpoints.fingerprint)
+        present = self._world.gather(self._provenance.fingerprint)
         self._other_bits = compare_bits(present, manifest, self._config.strict_bits)
         step, void_from = (manifest.step, manifest.bits_void_from) if manifest else (0, None)
         if self._other_bits and void_from is None:
             void_from = step
-        self._checkpoints.fingerprint, self._checkpoints.bits_void_from = present[0], void_from
+        self._provenance.fingerprint, self._provenance.bits_void_from = present[0], void_from
 
     def _from_disk(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
         """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
@@ -119,7 +133,7 @@ class Resume:
         """The state that ranks have stored in memory, and its manifest. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = rank_memory.previous(self._checkpoints.run_id) if in_memory[world.rank] else None
+        before = rank_memory.previous(self._provenance.run_id) if in_memory[world.rank] else None
         file = Path(before.path).open("rb") if before else open_first(filter(None, in_memory))  # noqa: SIM115
         everywhere = all(world.gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"
@@ -165,14 +179,10 @@ class Resume:
             log.info("%s %.1f MB%s, in memory (--keeper-memory)", stores if state.sharding else leaves, size, more)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
-        self._start_tracker(state.step, tracker)
+        records = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
+        activity.redo_until = max((record["step"] for record in records), default=0)
+        tracker.start(state.step, evaluation_in(records, state.step))
         self._report_bits(state.step, tracker)
-
-    def _start_tracker(self, step: int, tracker: Tracker) -> None:
-        """Start it with the recorded evaluation of this step; steps up to the last recorded one count as redone."""
-        metrics = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
-        activity.redo_until = max((record["step"] for record in metrics), default=0)
-        tracker.start(step, evaluation_in(metrics, step))
 
     def _report_bits(self, step: int, tracker: Tracker) -> None:
         others = self._other_bits

@@ -50,11 +50,11 @@ from . import media
 from .attempt import Attempt
 from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, warn_of_full_weights
 from .checkpointer import Checkpointer
-from .disk_needed import disk_needed
 from .ending import Ending
 from .evaluator import Evaluator
 from .records import recorded_options
 from .resume import Resume
+from .start_checks import disk_needed
 from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss
@@ -94,7 +94,6 @@ class Run:
     ) -> None:
         self.attempt, self.task, self.state, self.world = attempt, task, state, attempt.world
         self.config, self.plan, self.path = attempt.config, attempt.plan, attempt.path
-        attempt.checkpoints.best_by = state.stopping.best_by
         self.finished = finished
         self.asked_to_stop: Callable[[], bool] = lambda: False  # `fit` sets it: Ctrl-C in a notebook
         self.evaluator = Evaluator(attempt, task, state)
@@ -292,8 +291,8 @@ class Run:
             self.step_log.report_memory()
         if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
             state.task_state.compare()
-        if lead and lead.directory.fruitless:
-            lead.directory.try_update(fruitless=0)  # this attempt has finished a step
+        if lead:
+            lead.directory.record_progress()
         self.step_log.after_step(model, model.norm if norm is None else norm)
         if state.evaluation_is_due():
             self._evaluate_and_save()

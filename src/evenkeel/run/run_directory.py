@@ -22,10 +22,11 @@ import tomli_w
 
 from ..common import keeper_link
 from ..common.display import near, say
-from ..common.errors import Ended, Refusal
-from ..common.files import lock, make_unused, write_atomically, write_json
+from ..common.errors import Refusal
+from ..common.files import lock, write_atomically, write_json
 from ..common.processes import stat
-from .identity import Identity, prepare_folder, refuse_another_run
+from . import crash_loop
+from .identity import Identity, move_aside, prepare_folder, refuse_another_run
 from .records import is_run, is_untrained, read_facts, read_record
 
 log = logging.getLogger(__name__)
@@ -37,15 +38,6 @@ LOCK_TIMEOUT = 10.0
 
 MAX_LOCK_TIMEOUT = 100.0
 """Maximum seconds of both: the other ranks wait `world.RESTART_TIMEOUT` for rank 0."""
-
-OURS = (
-    "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",
-    "streams", "wandb", "tensorboard", "trackers", "media", "predictions", "profile", "config.toml", "report.html",
-    "audit.json")  # fmt: skip
-"""Files of a run in its folder besides status.json, and those of `evenkeel report` and `audit`."""
-
-MAX_FRUITLESS = 3
-"""Maximum consecutive attempts that die before their first step."""
 
 
 def launch_token() -> str:
@@ -97,11 +89,6 @@ class RunDirectory:
         return bool(self._options)
 
     @property
-    def fruitless(self) -> int:
-        """Consecutive starts, including the present one, without a finished step."""
-        return int(self.status.get("fruitless", 0))
-
-    @property
     def seconds(self) -> float:
         """Wall-clock seconds of all attempts that recorded theirs."""
         return round(self._seconds_before + time.monotonic() - self._claimed, 3)
@@ -124,22 +111,15 @@ class RunDirectory:
             return None
         self.status = {"world_sizes": self.status.get("world_sizes", [])} if self.untrained else {}
         self.trouble = ""
-        return self.path if self.untrained else _move_aside(self.path)
+        return self.path if self.untrained else move_aside(self.path)
 
     def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""
         restarted = is_restart(self.status, tokens)
         launch = set(filter(None, tokens)) | set(self.status["launch"] if restarted else ())
-        last_failure, fruitless = self.status.get("last_failure"), self.fruitless
-        if fruitless <= MAX_FRUITLESS:  # beyond, the recorded reason is only that so many attempts died
-            last_failure = self.status.get("reason") if self.status.get("state") == "failed" else None
-        requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
-        # the user has typed the command again; or a requeue, which is not the job's fault (--max-requeues limits these)
-        if not restarted or requeues != self.status.get("requeues", "0"):
-            fruitless = 0
         facts |= {"launch": sorted(launch), "world_sizes": [*self.status.get("world_sizes", []), len(tokens)]}
         facts["run_id"] = self.status.get("run_id") or uuid4().hex  # an older version made none
-        facts |= {"reason": "", "last_failure": last_failure, "fruitless": fruitless + 1, "requeues": requeues}
+        facts |= crash_loop.counted(self.status, restarted) | {"reason": ""}
         self._over, self._seconds_before = False, self.status.get("seconds", 0.0)
         self.update("running", **facts)  # first, because a run is known by its status.json
         _write_config(self.path, options)
@@ -171,6 +151,11 @@ class RunDirectory:
             self.update("running", **facts)
         except OSError as error:
             log.error("status.json: %s", error)
+
+    def record_progress(self) -> None:
+        """Record the first finished step of this attempt; called after each."""
+        if self.status["fruitless"]:
+            self.try_update(**crash_loop.CLEARED)
 
     def _make_again(self) -> None:
         """Make the folder again if it was deleted during the run: without config.toml the rest is useless."""
@@ -211,9 +196,10 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
     mine, _ = read_facts(path / "status.json")
     if mine == {name: fact for name, fact in status.items() if fact is not None}:
         return None
-    aside = _move_aside(path) if fresh and not is_restart(mine, status["launch"]) and is_run(path) else None
+    aside = move_aside(path) if fresh and not is_restart(mine, status["launch"]) and is_run(path) else None
     _write_config(path, options)
-    write_json(path / "status.json", status)
+    # it will not learn of steps that finish, so if rank 0's node is lost, what was counted before says nothing here
+    write_json(path / "status.json", {**status, **crash_loop.CLEARED})
     return aside
 
 
@@ -238,37 +224,3 @@ def _lock(path: Path, timeout: float) -> IO[bytes]:
     if not lock(file, time.monotonic() + timeout - silent):
         raise Refusal(f"{where}; stop that job or name another folder")
     return file
-
-
-def _move_aside(path: Path) -> Path:
-    """Move what a run has written into a new folder beside it, or within it (a mount, another user's folder).
-
-    All of it or nothing. Other files stay, and so do the lock of the job that starts over and what Slurm needs.
-
-    Raises:
-        Ended: it cannot be moved; nothing has changed.
-    """
-    path = path.resolve()  # a link may lead to another file system
-    name = f"old-{time.strftime('%Y%m%d-%H%M%S')}"
-    entries = [path / ours for ours in ("status.json", *OURS) if os.path.lexists(path / ours)]
-    for place in (path.with_name(f"{path.name}.{name}"), path / name):
-        aside, moved = None, list[Path]()
-        try:
-            aside = make_unused(place)
-            for entry in entries:
-                entry.rename(aside / entry.name)
-                moved.append(entry)
-                if entry.name == "status.json":
-                    # a process that is left of the old run finds another one from here on (`refuse_stale_writer`); and
-                    # after a crash here the rest is recognised as a run
-                    write_json(entry, {"world_sizes": [], "state": "stopped", "run_id": uuid4().hex})
-            return aside
-        except OSError as error:
-            trouble = error.strerror or str(error)
-        if aside:
-            for entry in reversed(moved):
-                (aside / entry.name).rename(entry)
-            aside.rmdir()
-    raise Ended(
-        f"--fresh: the run in {path} cannot be moved aside: {trouble}; move it away yourself, or name another --run-dir"
-    )

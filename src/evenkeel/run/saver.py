@@ -18,8 +18,8 @@ from ..resilience.memory_checkpoint import SlotCheckpoint, Stored, rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
-from .checkpoint import LOCK_TIMEOUT, Checkpoints, Kind, known_step, manifest_of
-from .sharded_checkpoint import checkpoints_of, facts_of, write_slots
+from .checkpoint import WRITER_TIMEOUT, Checkpoints, Kind, checkpoints_of, facts_of, known_step, manifest_of
+from .sharded_checkpoint import write_slots
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Saver:
 
 def write_memory_checkpoint(checkpoint: Stored) -> None:
     """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
-    until = time.monotonic() + LOCK_TIMEOUT
+    until = time.monotonic() + WRITER_TIMEOUT
     try:
         if isinstance(checkpoint, SlotCheckpoint):
             write_slots(checkpoint.slots, until)

@@ -24,24 +24,11 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.memory_checkpoint import step_in
 from ..training import slots
-from .checkpoint import LOCK_TIMEOUT, MANIFEST, Checkpoints, Kind, manifest_of, refuse_stale_writer, step_of
+from .checkpoint import MANIFEST, WRITER_TIMEOUT, Checkpoints, Kind, checkpoints_of, refuse_stale_writer, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
 ROWS_TIMEOUT = 600.0
 """Seconds that rank 0 waits for the rows of the others, after its own are written."""
-
-
-def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
-    """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
-    more = {"folder": checkpoints.place, "run_id": checkpoints.run_id, "keep": checkpoints.keep}
-    return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
-
-
-def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
-    """The folder that :func:`facts_of` has described."""
-    it = manifest_of(dict(facts))
-    folder, keep, keep_best, run_id = Path(facts["folder"]), facts["keep"], facts["keep_best"], facts["run_id"]
-    return Checkpoints(folder, keep, it.best_by, it.fingerprint, it.bits_void_from, keep_best, it.keep_every, run_id)
 
 
 def write_rows(
@@ -134,7 +121,7 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
     look = time.monotonic() + 1
     while not (final / MANIFEST).exists() and checkpoints.newest_step() < step:
         if time.monotonic() > until:
-            raise OSError(errno.ETIMEDOUT, "not all ranks have written their rows", checkpoints.place)
+            raise OSError(errno.ETIMEDOUT, "not all ranks have written their rows", str(checkpoints.folder))
         time.sleep(0.01)
         if time.monotonic() > look:
             for folder in checkpoints.folder.glob(f".{final.name}.*.tmp"):
@@ -146,7 +133,7 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
 def await_writers(checkpoints: Checkpoints) -> None:
     """At a start: wait for processes of earlier attempts that still write, complete what they can no longer, and
     delete what is left."""
-    until = time.monotonic() + LOCK_TIMEOUT
+    until = time.monotonic() + WRITER_TIMEOUT
     for folder in sorted(checkpoints.folder.glob(".step-*.tmp")):
         with contextlib.suppress(OSError), folder_locked(folder, until):  # OSError: complete, it has another name now
             publish_if_whole(checkpoints, folder, until)

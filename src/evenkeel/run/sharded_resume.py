@@ -42,7 +42,7 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     if world.rank == 0:
         await_writers(checkpoints)
     on_disk = world.broadcast(checkpoints.newest_step() if world.rank == 0 else None)
-    saver.slots.keep_run(checkpoints.run_id)
+    saver.slots.keep_run(checkpoints.provenance.run_id)
     everywhere = world.gather(saver.slots.steps())
     step = common_step(everywhere)
     activity.enter(START_UP, "resuming")
@@ -129,6 +129,6 @@ def _refuse_own_folder(world: World, checkpoints: Checkpoints) -> None:
     if not all(seen):
         blind = ", ".join(str(rank) for rank, it in enumerate(seen) if not it)
         raise Ended(
-            f"--shard needs a shared folder for checkpoints: rank {blind} does not see {checkpoints.place} of "
+            f"--shard needs a shared folder for checkpoints: rank {blind} does not see {checkpoints.folder} of "
             "rank 0; name a --run-dir on a disk that all nodes share"
         )

@@ -18,9 +18,9 @@ from ..training.replica import Replica
 from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.state import State
-from .checkpoint import known_step
+from .checkpoint import facts_of, known_step
 from .saver import NOTHING_NEW, Saver
-from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, facts_of, write_rows, write_slots
+from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, write_rows, write_slots
 
 log = logging.getLogger(__name__)
 

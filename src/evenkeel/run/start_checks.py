@@ -1,10 +1,12 @@
-"""Before an attempt's first step: is there a mirror for --mirror, and are ranks, devices and readers used well?"""
+"""Before an attempt's first step: mirror and disk, and are ranks, devices and readers used well?"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+
+from rich.filesize import decimal
 
 from ..common.errors import Refusal
 from ..config import Config
@@ -15,7 +17,9 @@ from ..data.streams import stream_of
 from ..distributed.devices import explain_unused
 from ..distributed.world import World
 from ..training.balance import first_counts
+from ..training.memory_parts import bytes_after_a_step
 from ..training.precision import substitute
+from ..training.state import State
 from .records import MIRRORED
 
 
@@ -43,3 +47,20 @@ def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[st
     yield explain_unused()
     if stream := stream_of(sets.get(TRAINING)):
         yield stream.shared(plan, world.world_size, config.num_workers, first_counts(config, plan, world.world_size))
+
+
+def disk_needed(config: Config, steps: int, state: State) -> str:
+    """How many checkpoints a run of so many steps leaves with --keep-every, and their size, in a line."""
+    size, more = sum(tensor.nbytes for tensor in state.tensors().values()), ""
+    try:
+        whole = state.sharding.whole if state.sharding else {}
+        begun = [it for it in state.optimizers if not it.state]
+        size += sum(bytes_after_a_step(it, lambda p: whole.get(p, p).shape) for it in begun)
+    except Exception:  # a task's own optimizer may do anything in its step
+        more = " and the optimizer's state"
+    kept = steps // config.keep_every
+    count = kept + config.keep + config.keep_best
+    return (
+        f"at step {steps} the disk holds up to {count} checkpoints of {decimal(size)}{more} ({kept} by --keep-every, "
+        f"{config.keep} by --keep, {config.keep_best} by --keep-best): {decimal(count * size)}"
+    )

@@ -173,12 +173,12 @@ def refuse_unless_run(path: Path) -> None:
 def _other(recorded: Fingerprint, run: Run, loop: Path) -> str:
     """How code and libraries differ from the recorded ones, in a line; the program that was started does not count."""
     mains = {f"code:{Path(path).name}" for path in (loop, "__main__.py", sys.argv[0])}
-    found = differences(recorded, run.attempt.checkpoints.fingerprint)
+    found = differences(recorded, run.attempt.provenance.fingerprint)
     return describe({part: it for part, it in found.items() if part not in mains})
 
 
 def _kept(run_dir: Path) -> Checkpoints:
-    return Checkpoints(run_dir / "checkpoints", 1, None)
+    return Checkpoints(run_dir / "checkpoints", 1)
 
 
 def _cut_after(begun: int, run_dir: Path) -> dict[str, int]:

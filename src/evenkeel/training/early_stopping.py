@@ -59,8 +59,8 @@ class Stopping:
         """The metric that counts, by its full name."""
         return (in_set(self.decides, self.best[0]), self.best[1]) if self.best else None
 
-    def go_on(self, before: tuple[str, str] | None) -> str:
-        """Go on from a checkpoint whose `best_by` this is. Returns a line if another metric decides now, "" if not."""
+    def resume_from(self, before: tuple[str, str] | None) -> str:
+        """Resume from a checkpoint with this `best_by`. Returns a line if another metric decides now, "" if not."""
         if self.assumed and before == (in_set(self.decides, ONLY_LOSS[0]), ONLY_LOSS[1]):
             self.best = ONLY_LOSS  # as `check` has found at its start
         now = self.best_by

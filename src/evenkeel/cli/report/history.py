@@ -180,7 +180,7 @@ def read_history(path: Path, name: str) -> History:
     history.curves = {name: curve for name, curve in history.curves.items() if curve.steps}  # all may be done again
     history.state, history.why = _state(path, history.status)
     history.why = history.why or trouble
-    if newest := Checkpoints(path / "checkpoints", 1, None).newest_manifest():
+    if newest := Checkpoints(path / "checkpoints", 1).newest_manifest():
         history.best = newest.best_by
     if history.attempts and not (last := history.attempts[-1]).ending:
         last.ending = "running" if history.state == "running" else "killed"

@@ -169,7 +169,7 @@ def _count_start(record: JobRecord, start: int, config: Config, most: int) -> No
     path = Path(record.folder) / f"starts-{record.job_id}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     (status, _), (before, _) = read_facts(run_dir / "status.json"), read_facts(path)
-    saved = Checkpoints(run_dir / "checkpoints", config.keep, ("", "max")).newest_step()
+    saved = Checkpoints(run_dir / "checkpoints", config.keep).newest_step()
     done = 0 if config.fresh and not before else max(saved, status.get("step", 0))
     starts = before.get("starts", 0) + 1 if before.get("step") == done else 1
     write_json(path, {"step": done, "starts": starts})
