@@ -18,15 +18,15 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1694,
+    "common": 1698,
     "config": 593,
     "data": 3142,
     "distributed": 2424,
-    "resilience": 1662,
+    "resilience": 1660,
     "training": 6488,
-    "run": 6728,
+    "run": 6735,
     "tasks": 2284,
-    "mirror": 558,
+    "mirror": 565,
     "launch": 2999,
     "cli": 7479,
     "time_travel": 1679,

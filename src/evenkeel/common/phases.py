@@ -72,10 +72,10 @@ class Activity:
         self.changes += 1
 
     @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """A context for a phase within another one."""
+    def during(self, phase: str, patience: float = 0.0) -> Iterator[None]:
+        """A context for a phase within another one; `patience` as in :meth:`enter`."""
         before = self.phase, self.detail, self.patience
-        self.enter(phase)
+        self.enter(phase, patience=patience)
         try:
             yield
         except Exception as error:
@@ -107,6 +107,10 @@ class Activity:
     def seconds_in_phase(self) -> float:
         """Seconds since the last mark."""
         return time.monotonic() - self._since
+
+    def is_patient(self) -> bool:
+        """Whether this process compiles, or waits for a slow disk, and has not exceeded the time limit for that."""
+        return self.seconds_in_phase() < (COMPILE_TIMEOUT if self.phase == COMPILATION else self.patience)
 
     def _account(self) -> str:
         return ACCOUNTS.get(self.phase) or ("redone" if self.step < self.redo_until else "productive")
