@@ -96,7 +96,10 @@ OUTSIDE = "--shard: a weight is used outside of the forward() of its block"
     ("way", "line"),
     [
         ("number", f"{OUTSIDE} at "),
-        *(pytest.param(way, OUTSIDE, marks=pytest.mark.slow) for way in ("draw", "penalty", "whole penalty")),
+        *(
+            pytest.param(way, OUTSIDE, marks=pytest.mark.slow)
+            for way in ("draw", "row", "rows", "penalty", "whole penalty")
+        ),
         pytest.param("write", "loss() or the model's forward() (or faulty memory) changes", marks=pytest.mark.slow),
         pytest.param(
             "gradient", "--shard: create_graph=True: gradients of gradients are not supported", marks=pytest.mark.slow

@@ -50,6 +50,20 @@ def _refuse_rows(*_: Any) -> Any:
     raise of_divided_weight(sys._getframe(1))
 
 
+def _refuse_some_rows(method: Any) -> Any:
+    """Torch indexes a copy with all rows, so what is written there would be lost, without a word."""
+
+    @functools.wraps(method)
+    def checked(weight: DTensor, index: Any, *value: Any) -> Any:
+        first = index[0] if isinstance(index, tuple) and index else index
+        number = hasattr(first, "__index__") and not getattr(first, "ndim", 0)
+        if number or (isinstance(first, slice) and first != slice(None)):
+            raise of_divided_weight(sys._getframe(1))
+        return method(weight, index, *value)
+
+    return checked
+
+
 def _refuse_graph(pre_backward: Any) -> Any:
     """A pass that builds a graph would later read weights that FSDP2 has freed, which can end in a SIGSEGV."""
 
@@ -67,6 +81,8 @@ def _refuse_silent_uses() -> None:
     """Make torch raise where it would be wrong without a word. These names are private, and may be gone."""
     if hasattr(FSDPState, "_pre_backward"):
         FSDPState._pre_backward = _refuse_graph(FSDPState._pre_backward)  # type: ignore[method-assign]
+    for name in ("__getitem__", "__setitem__"):
+        setattr(DTensor, name, _refuse_some_rows(getattr(DTensor, name)))
     dispatcher = getattr(DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
     for operation in (torch.ops.aten._local_scalar_dense.default, *getattr(dispatcher, "_random_ops", ())):
