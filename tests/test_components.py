@@ -18,7 +18,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1698,
+    "common": 1707,
     "config": 593,
     "data": 3142,
     "distributed": 2424,
