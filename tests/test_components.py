@@ -23,7 +23,7 @@ BUDGET = {
     "data": 3142,
     "distributed": 2424,
     "resilience": 1660,
-    "training": 6504,
+    "training": 6506,
     "run": 6735,
     "tasks": 2284,
     "mirror": 565,

@@ -31,6 +31,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..common.errors import EndedHere, Refusal
 from ..common.naming import kind_of
+from ..common.phases import CHECKPOINT, activity
 from ..distributed.collectives import of_divided_weight
 from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter, Weights
 from ..distributed.world import World
@@ -321,6 +322,7 @@ class Sharding:
         One after the other is gathered, so no process has memory for more than the largest. All must call it."""
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
+            activity.enter(CHECKPOINT, name)  # again: each is progress
             whole = undivided(tensor)
             if self._world.rank == 0:
                 found[name] = on_disk(whole.shape, whole.dtype, folder).copy_(whole)
