@@ -18,15 +18,15 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1698,
+    "common": 1711,
     "config": 593,
     "data": 3132,
     "distributed": 2433,
-    "resilience": 1661,
-    "training": 6549,
-    "run": 6763,
+    "resilience": 1659,
+    "training": 6567,
+    "run": 6770,
     "tasks": 2286,
-    "mirror": 558,
+    "mirror": 565,
     "launch": 3025,
     "cli": 7482,
     "time_travel": 1678,

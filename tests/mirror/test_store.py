@@ -184,26 +184,33 @@ def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, 
     assert [*store.manifests()] == [step_of(second)]
 
 
-def copying(run_dir: Path) -> list[str]:
+def copying(run_dir: Path, grace: float = 60.0) -> list[str]:
     """The command of a copier that is not the first node's."""
-    settings = {"url": s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": 60.0, "first": False}
+    settings = {"url": s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": grace, "first": False}
     return [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings | {"job": "", "harmless": []})]
 
 
-def test_a_store_that_is_away_when_the_ranks_end_is_tried_again(port: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("grace", "pause"), [(60, 0), pytest.param(20, 2, marks=pytest.mark.slow)])
+def test_a_store_that_is_away_when_the_ranks_end_is_tried_again(
+    grace: float, pause: float, port: int, tmp_path: Path
+) -> None:
+    """Once it is back, a slow upload may take longer than --grace."""
     proxy, run_dir = s3.Proxy(port), tmp_path / "run"
     saved(run_dir / "checkpoints", 1)
     proxy.away()
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(copying(run_dir), env=os.environ | s3.variables(proxy.port), text=True, **pipes) as process:
+    with subprocess.Popen(
+        copying(run_dir, grace), env=os.environ | s3.variables(proxy.port), text=True, **pipes
+    ) as process:
         assert process.stdout
         assert process.stderr
         assert process.stdout.readline() == "ready\n"
         print(end=DONE.decode(), file=process.stdin, flush=True)
         assert "the job starts" in process.stderr.readline()
         assert "the job goes on" in process.stderr.readline()
+        proxy.pause = pause
         proxy.back()
-        assert "has step 1, the newest here" in process.communicate(timeout=60)[1]
+        assert "has step 1, the newest here" in process.stderr.read()
 
 
 def test_what_no_attempt_can_mend_ends_with_the_ranks(port: int, tmp_path: Path) -> None:

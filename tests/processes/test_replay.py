@@ -78,6 +78,14 @@ def test_a_sample_of_nan_is_named_on_one_process_after_a_kill_on_three_ranks_and
     assert replay(tmp_path / "run", BAD - 1)["started"] == 5, "--keep-every 5"
 
 
+@pytest.mark.slow
+def test_a_step_after_one_that_the_run_has_left_out(tmp_path: Path) -> None:
+    run_forked(TRAIN, *job(tmp_path, "--on-nonfinite", "skip", "--keep-every", 0))
+    found = replay(tmp_path / "run", f"{BAD}:{BAD + 1}")
+    assert found["agreement"] == f"agrees in every bit (steps 1 to {BAD + 1} compared)"
+    assert [(it["step"], it["nonfinite"] is None) for it in found["steps"]] == [(BAD, False), (BAD + 1, True)]
+
+
 def test_batchnorm_and_a_function_of_ones_own(tmp_path: Path) -> None:
     """Losses of samples use the running statistics, which stay as they are: the bits agree after the look."""
     run_forked(TRAIN, *recipe_job(tmp_path / "run", "--digest-every", 1, "--keep-every", 4, "--reduce", "tree"))

@@ -61,10 +61,10 @@ def model(self):
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_may_take_longer_than_the_hang_timeout(tmp_path: Path) -> None:
-    """As long as a slow disk takes for its size."""
-    task = runs.slow_disk(tmp_path, 8, LARGE)
-    runs.trained(1, job(tmp_path / "run", *RARE, "--hang-timeout", 5, "--task", task))
+def test_each_checkpoint_may_take_longer_than_the_hang_timeout(tmp_path: Path) -> None:
+    """As long as a slow disk takes for its size, also while another is due, and at the end."""
+    task, rare = runs.slow_disk(tmp_path, 8, LARGE), ["--checkpoint-every", 6, "--max-steps", 13, *RARE[2:]]
+    runs.trained(2, job(tmp_path / "run", *rare, "--hang-timeout", 5, "--task", task))
     assert len(starts(tmp_path / "run")) == 1
 
 

@@ -13,7 +13,7 @@ from evenkeel.config import Config
 from evenkeel.distributed.placement import place
 from tests.support import needs
 from tests.support.processes import read, records
-from tests.support.small_runs import failed, job_of, refusal, results_of, trained, weights_of
+from tests.support.small_runs import failed, job_of, options, refusal, results_of, starts, trained, weights_of
 
 pytestmark = needs.sharding
 
@@ -89,6 +89,32 @@ def test_the_bits_are_those_of_a_run_without_it_that_has_its_optimizer(tmp_path:
     assert digests[0] == digests[1]
 
 
+SLOW_FILES = """
+import time
+from evenkeel.training import sharding
+from tests.support.sharded_task import Sharded
+
+on_disk = sharding.on_disk
+
+def slowly(*what):
+    time.sleep(1)
+    return on_disk(*what)
+
+sharding.on_disk = slowly
+
+class Slow(Sharded):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_the_weights_may_be_gathered_for_longer_than_the_hang_timeout(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_FILES)
+    words = [*SHAPE.split(), "--max-steps", 2, "--hang-timeout", 4]
+    trained(2, options(f"{tmp_path / 'slow.py'}:Slow", tmp_path / "run", *words))
+    assert len(starts(tmp_path / "run")) == 1
+
+
 OUTSIDE = "--shard: a weight is used outside of the forward() of its block"
 
 
@@ -96,7 +122,10 @@ OUTSIDE = "--shard: a weight is used outside of the forward() of its block"
     ("way", "line"),
     [
         ("number", f"{OUTSIDE} at "),
-        *(pytest.param(way, OUTSIDE, marks=pytest.mark.slow) for way in ("draw", "penalty", "whole penalty")),
+        *(
+            pytest.param(way, OUTSIDE, marks=pytest.mark.slow)
+            for way in ("draw", "row", "rows", "penalty", "whole penalty")
+        ),
         pytest.param("write", "loss() or the model's forward() (or faulty memory) changes", marks=pytest.mark.slow),
         pytest.param(
             "gradient", "--shard: create_graph=True: gradients of gradients are not supported", marks=pytest.mark.slow

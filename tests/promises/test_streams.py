@@ -70,6 +70,32 @@ def test_killed_and_finished_on_other_ranks_each_sample_comes_in_its_step(tmp_pa
     disturbed(tmp_path, seed=random.randrange(10**6), kills=kills)
 
 
+SLOW_SOURCE = """
+import torch
+from evenkeel.data import substream
+from evenkeel.tasks import Streams
+substream.TOLD = 1.0
+
+def source(k, turn):
+    for i in range(1000):
+        time.sleep(0.1 * os.path.exists({slow!r}))
+        yield torch.full((4,), float(i)), i
+"""
+
+
+@pytest.mark.slow
+def test_reading_forward_in_a_loader_process_for_longer_than_the_hang_timeout_is_no_hang(tmp_path: Path) -> None:
+    slow, run_dir = tmp_path / "slow", tmp_path / "run"
+    body = "def train_dataset(self):\n    return Streams(source, substreams=2)"
+    task = runs.own_task(tmp_path, body, SLOW_SOURCE.format(slow=str(slow)))
+    shape = "--max-steps 24 --batch-size 12 --micro-batch 3 --log-every 1 --checkpoint-every 0 --num-workers 1"
+    words = options(task, run_dir, *shape.split(), "--hang-timeout", 4, "--pause", 0.05)
+    runs.interrupt(2, run_dir, words, 20, signal.SIGTERM)
+    slow.touch()
+    runs.trained(2, words)
+    assert len(runs.starts(run_dir)) == 2
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_cut_and_its_stream(tmp_path: Path) -> None:
     run_forked(TRAIN, *job(tmp_path / "run", "--schedule", "constant", "--max-steps", 2))

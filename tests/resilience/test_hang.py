@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from dataclasses import replace
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from evenkeel.distributed.world import World
 from evenkeel.resilience.beats import Beat, blamed, describe
+from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.interruption import Resident
 from tests.support import processes
 from tests.support.processes import (
@@ -73,6 +76,27 @@ def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) ->
     wait_until(lambda: read(training.run.path, "status.json")["state"] == "failed", "the end")
     assert training.saved(1)
     assert "no progress for 600 s" in read(training.run.path, "status.json")["reason"]
+
+
+def test_a_rank_that_deletes_old_snapshots_on_a_slow_disk_does_not_look_frozen(tmp_path: Path) -> None:
+    store, calls, go = HashStore(), list[int](), threading.Event()
+
+    def clean(step: int) -> None:
+        calls.append(step)
+        go.wait()
+
+    def counts() -> int:
+        return int(json.loads(watch.store.get("rank/0"))["count"]) if watch.store else 0
+
+    with Watch(0, World(0, 0, 1, 1, torch.device("cpu"), launched=False), store, tmp_path, print, clean) as watch:
+        watch.announce_saved(1)
+        wait_until(lambda: calls == [1], "a checkpoint")
+        before = counts()
+        watch.announce_saved(2)
+        wait_until(lambda: counts() > before + 1, "beats")
+        assert calls == [1], "one at a time"
+        go.set()
+        wait_until(lambda: calls == [1, 2], "the next")
 
 
 @pytest.mark.parametrize("own", [None, "7"])

@@ -84,9 +84,11 @@ def test_a_rank_that_gets_nowhere_for_too_long(tmp_path: Path, monkeypatch: pyte
     try:
         seen(tmp_path, True, "1 rank, rank 0 in")
         seen(tmp_path, False, "rank 0 has made no progress for")
-        activity.enter(activity.phase)
+        activity.enter(activity.phase, patience=60)  # as a slow disk needs
+        time.sleep(2)
         seen(tmp_path, True, "1 rank")
     finally:
+        activity.enter(activity.phase)
         stopped.set()
     seen(tmp_path, True, "starting")
     assert not list(tmp_path.iterdir()), "a rank that ends takes its file with it"

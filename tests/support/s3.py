@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,10 +28,12 @@ SECRET = "a-secret-of-nobody"
 
 
 class Proxy:
-    """Passes connections on to a server; `away` refuses them, and `limit` stops one after so many bytes of a body."""
+    """Passes connections on to a server; `away` refuses them, and `limit` stops one after so many bytes of a
+    body, and 1 KiB takes `pause` seconds."""
 
     def __init__(self, server: int) -> None:
         self.server, self.port, self.limit, self.stopped = server, free_port(), 0, threading.Event()
+        self.pause = 0.0
         self._listener: socket.socket | None = None
         self._open = list[socket.socket]()
         self.back()
@@ -64,11 +67,12 @@ class Proxy:
     def _pass(self, source: socket.socket, target: socket.socket, up: bool) -> None:
         seen = 0
         with contextlib.suppress(OSError):
-            while block := source.recv(1 << 14):
+            while block := source.recv(1 << (10 if self.pause else 14)):
                 seen += len(block) if up else 0
                 if self.limit and seen > self.limit:
                     self.stopped.set()
                     threading.Event().wait()
+                time.sleep(self.pause if up else 0)
                 target.sendall(block)
             target.shutdown(socket.SHUT_WR)
 

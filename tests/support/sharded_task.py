@@ -104,5 +104,9 @@ class Outside(Sharded):
             weight.div_(weight.norm().item())
         if self.way == "draw":
             weight.add_(torch.randn_like(weight))
+        if self.way == "row":
+            weight[torch.tensor(3)] = 0
+        if self.way == "rows":
+            weight[3:5].mul_(2)
         if self.way == "whole":
             weight.div_((weight.full_tensor() if hasattr(weight, "full_tensor") else weight).norm().item())

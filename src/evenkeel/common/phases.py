@@ -6,7 +6,9 @@ hangs notices missing marks, and the display shows the phase.
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -61,6 +63,7 @@ class Activity:
         """Marks so far. If this does not change, the process is stuck."""
         self.patience = 0.0
         """Seconds that the phase may take without a mark, if they are more than --hang-timeout."""
+        self._busy_until = mmap.mmap(-1, 8)  # shared with processes that are forked from this one
         self._since = time.monotonic() - (_age() if age is None else age)
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -72,10 +75,10 @@ class Activity:
         self.changes += 1
 
     @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """A context for a phase within another one."""
+    def during(self, phase: str, patience: float = 0.0) -> Iterator[None]:
+        """A context for a phase within another one; `patience` as in :meth:`enter`."""
         before = self.phase, self.detail, self.patience
-        self.enter(phase)
+        self.enter(phase, patience=patience)
         try:
             yield
         except Exception as error:
@@ -107,6 +110,16 @@ class Activity:
     def seconds_in_phase(self) -> float:
         """Seconds since the last mark."""
         return time.monotonic() - self._since
+
+    def is_patient(self) -> bool:
+        """Whether this process compiles, waits for a slow disk, or reads a stream forward; not for longer than that may
+        take."""
+        busy = time.monotonic() < struct.unpack("d", self._busy_until[:])[0]
+        return busy or self.seconds_in_phase() < (COMPILE_TIMEOUT if self.phase == COMPILATION else self.patience)
+
+    def work_on(self, seconds: float) -> None:
+        """Say that this process, or the one whose loader process it is, does not hang in the next so many seconds."""
+        self._busy_until[:] = struct.pack("d", time.monotonic() + seconds)
 
     def _account(self) -> str:
         return ACCOUNTS.get(self.phase) or ("redone" if self.step < self.redo_until else "productive")

@@ -119,7 +119,7 @@ class Reader:
             if time.monotonic() - told > TOLD:
                 told = time.monotonic()
                 log.warning("substream %d: at %s of %s samples", self.k, f"{self.at:,}", f"{place:,}")
-                activity.enter(activity.phase, "reading a stream forward")  # this is not a hang, if this process trains
+                activity.work_on(3 * TOLD)  # this is no hang
 
     def _enter(self, turn: int) -> None:
         """Open the source for a turn; `begin` must be the place where the turn begins."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -53,7 +54,8 @@ class Copier:
         self.lease, self.over = lease.Lease(self.store, settings.job), threading.Event()
         self._done = dict[Path, int]()  # looked after: checkpoint -> its manifest's time in ns
         self._sent = {} if settings.first else self._times()
-        self._trouble, self._copied, self._orphaned = "", False, False
+        self._trouble, self._away, self._copied, self._orphaned = "", False, False, False
+        self._latest = math.inf  # on the monotonic clock: when the time to finish is over
 
     def begin(self) -> int:
         """Fetch the newest whole checkpoint if it is newer than the folder's. Returns 75 if it must be tried later."""
@@ -77,10 +79,11 @@ class Copier:
         return 0
 
     def watch(self) -> None:
-        """Copy until the ranks have ended and the store has all, or time is over (`_give_up`), or trying again is no
-        use; print what it has."""
+        """Copy until the ranks have ended and the store has all, or time is over (`_end_in_time`), or trying again is
+        no use; print what it has."""
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._renew, daemon=True).start()
+        threading.Thread(target=self._end_in_time, daemon=True).start()
         last = False
         while not last or self._trouble:
             time.sleep(RETRY * last)
@@ -93,9 +96,7 @@ class Copier:
             if bool(trouble) != bool(self._trouble):
                 away = f"is away: {trouble}; the job goes on, and copying is tried again"
                 self._say(away if trouble else "can be reached again")
-                if last:
-                    threading.Timer(self.settings.grace, self._give_up).start()
-            self._trouble = trouble
+            self._trouble, self._away = trouble, bool(trouble)
             if last and lasting:
                 break
         self._report()
@@ -111,11 +112,12 @@ class Copier:
             return
         if not self.lease.mine and not self._orphaned:
             self._claim()
+        there = self.store.manifests() if new else {}
+        self._away = False
         for name, now in self._times().items():
             if self._sent.get(name) != now:
                 self.store.write(name, self.run_dir / name)
                 self._sent[name] = now
-        there = self.store.manifests() if new else {}
         for path in new:
             try:
                 if self._wanted(mine := read_manifest(path), there.get(mine.step)):
@@ -161,17 +163,22 @@ class Copier:
         """Read what the agent sends, and end within the time that is left."""
         while byte := os.read(0, 1):
             if byte == DONE:
-                threading.Timer(self.settings.grace if self._trouble else LONGEST, self._give_up).start()
+                self._latest = min(self._latest, time.monotonic() + LONGEST)
                 self.over.set()
             elif byte[0] in AGENT_SIGNALS:
-                threading.Timer(self.settings.grace, self._give_up).start()
-        threading.Timer(self.settings.grace, self._give_up).start()
+                self._latest = min(self._latest, time.monotonic() + self.settings.grace)
+        self._latest = min(self._latest, time.monotonic() + self.settings.grace)
         self._orphaned = True
         with contextlib.suppress(Exception):  # the next start of this job need not wait for it
             self.lease.release()
 
-    def _give_up(self) -> None:
-        self._trouble = self._trouble or "no time was left (--grace)"
+    def _end_in_time(self) -> None:
+        """Give up when the time is over, or when the store has been away for --grace since the end of the ranks."""
+        patience, tick = self.settings.grace, 0.1
+        while time.monotonic() < self._latest and patience > 0:
+            time.sleep(tick)
+            patience -= tick * (self._away and self.over.is_set())
+        self._trouble = (self._away and self._trouble) or "no time was left"
         self._report()
         os._exit(0)
 

@@ -23,7 +23,7 @@ from typing import IO
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..common.phases import COMPILATION, COMPILE_TIMEOUT, activity
+from ..common.phases import COMPILATION, activity
 from ..distributed.world import World
 from . import heartbeat
 from .beats import Beat, beat_now
@@ -36,8 +36,8 @@ ALARM = "alarm"
 SAVED = "saved"
 """Key in the store: the step of rank 0's last complete checkpoint."""
 
-COMPILING = "compiling"
-"""Key in the store: the rank that compiles, and its beat."""
+PATIENT = "patient"
+"""Key in the store: the rank that compiles or waits for a slow disk, and its beat."""
 
 STORE_TIMEOUT = 5.0
 """Seconds for an answer of the store, whose machine may be gone."""
@@ -75,7 +75,8 @@ class Watch:
         self.store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
         self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of the last checkpoint: here, told, read of
-        self._compiling = b""  # the last value read at COMPILING
+        self._patient = b""  # the last value read at PATIENT
+        self._cleaning = threading.Thread()  # the last that has called `on_saved`
         self.first_beats: list[Beat] = []
 
     def __enter__(self) -> Watch:
@@ -115,19 +116,22 @@ class Watch:
                     store = store.clone()  # one slow answer must not silence a healthy rank for ever
 
     def _report_and_read(self, store: Store, count: int) -> None:
-        """Report on this rank, and read of checkpoints, compilations and alarms."""
+        """Report on this rank, and read of checkpoints, of ranks with patience, and of alarms."""
         store.set(f"rank/{self.world.rank}", json.dumps(asdict(beat_now(self.world, count))))
         if (step := self._saved_here) > self._announced:
             store.set(SAVED, str(step))
             self._announced = step
-        if self.world.local_rank == 0 and store.check([SAVED]) and (step := int(store.get(SAVED))) > self._seen:
+        asks = self.world.local_rank == 0 and not self._cleaning.is_alive() and store.check([SAVED])
+        if asks and (step := int(store.get(SAVED))) > self._seen:
             self._seen = step
-            self._on_saved(step)
-        if _compiles():
-            store.set(COMPILING, f"{self.world.rank} {count}")
-        elif activity.phase != COMPILATION and store.check([COMPILING]):
-            before, self._compiling = self._compiling, store.get(COMPILING)
-            activity.changes += self._compiling != before  # waiting for a rank that compiles counts as progress
+            # in a thread of its own: while a slow disk deletes, this rank must not look frozen
+            self._cleaning = threading.Thread(target=self._on_saved, args=(step,), name="clean", daemon=True)
+            self._cleaning.start()
+        if activity.is_patient():
+            store.set(PATIENT, f"{self.world.rank} {count}")
+        elif activity.phase != COMPILATION and store.check([PATIENT]):
+            before, self._patient = self._patient, store.get(PATIENT)
+            activity.changes += self._patient != before  # waiting for a rank with patience counts as progress
         if self._alarm.is_set():
             store.set(ALARM, "")
         elif store.check([ALARM]):
@@ -140,8 +144,7 @@ class Watch:
             if self._stopped.is_set():
                 faulthandler.cancel_dump_traceback_later()  # this thread may have set it after `end`
                 return
-            patient = _compiles() or activity.seconds_in_phase() < activity.patience
-            if activity.changes != changes or patient:
+            if activity.changes != changes or activity.is_patient():
                 changes, idle = activity.changes, 0.0
                 with contextlib.suppress(OSError):
                     # if even this thread cannot run, faulthandler writes the stacks without Python
@@ -157,8 +160,3 @@ class Watch:
     def stacks(self) -> IO[bytes]:
         """This rank's file for stacks, opened when it is needed."""
         return (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
-
-
-def _compiles() -> bool:
-    """Whether this rank compiles, and has not exceeded the time limit for that."""
-    return activity.phase == COMPILATION and activity.seconds_in_phase() < COMPILE_TIMEOUT

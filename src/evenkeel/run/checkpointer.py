@@ -18,6 +18,9 @@ from .sharded_saver import ShardedSaver
 
 log = logging.getLogger(__name__)
 
+SLOWEST = 1e7
+"""Bytes per second that a disk takes at least, or a wait for it counts as a hang."""
+
 
 class Checkpointer:
     """Saves the state while training goes on: on rank 0, or in a sharded run on all."""
@@ -51,8 +54,7 @@ class Checkpointer:
         due = self._attempt.config.saves_at(state.step)
         self.pack_compiled(due)
         if saver.done or (saver.busy and (due or metrics)):
-            with activity.during(CHECKPOINT):
-                self.take_result()
+            self.take_result()
         if metrics and lead:
             lead.tracker.evaluation(state.step, metrics)
         if due or (metrics and self._improves(metrics)):
@@ -63,13 +65,18 @@ class Checkpointer:
         here = self._attempt.lead is not None and self.saver.checkpoints.improves(metrics)
         return bool(self._attempt.world.broadcast(here)) if self._state.sharding else here
 
+    def patience(self) -> float:
+        """Seconds that a slow disk may take for the state; the watch for hangs sees no progress meanwhile."""
+        return sum(it.nbytes for it in self._state.tensors().values()) / SLOWEST
+
     def take_result(self) -> None:
         """Report the result of the last checkpoint in the background, if there is one; waits for it."""
         if not self.saver.busy:
             return
         step, lead = self.saver.step, self._attempt.lead
         try:
-            seconds = self.saver.result()
+            with activity.during(CHECKPOINT, self.patience()):
+                seconds = self.saver.result()
             if lead:
                 lead.tracker.event("checkpoint", step, seconds=round(seconds, 4))
                 self.announce(step)

@@ -41,9 +41,6 @@ from .tracking import Tracker
 
 log = logging.getLogger(__name__)
 
-SLOWEST = 1e7
-"""Bytes per second that a disk takes at least, or the last checkpoint counts as a hang."""
-
 
 class Ending:
     """Ends a run on every rank. Only :meth:`finish` needs the others; rank 0 records the end."""
@@ -73,8 +70,6 @@ class Ending:
         weights = state.sharding.gathered(state.best_model.state_dict(), attempt.path) if state.sharding else {}
         if not (lead or state.sharding):
             return
-        # the watch for hangs sees no progress while states are written, so it waits as long as a slow disk may take
-        activity.enter(CHECKPOINT, patience=sum(it.nbytes for it in state.tensors().values()) / SLOWEST)
         self._checkpointer.take_result()
         if metrics and lead:
             lead.tracker.evaluation(state.step, metrics)
@@ -82,6 +77,7 @@ class Ending:
         early_reason = ""
         if state.step < attempt.plan.total_steps:
             early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
+        activity.enter(CHECKPOINT, patience=self._checkpointer.patience())
         try:
             if not lead:
                 self._saver.save_last(state, metrics)
@@ -102,6 +98,7 @@ class Ending:
         state, path = self._state, self._attempt.path
         self._saver.save_last(state, metrics)
         directory.advance("running", state.step)
+        activity.enter(CHECKPOINT, "model.pt", self._checkpointer.patience())
         write_atomically(path / "model.pt", lambda file: dump(weights, file))
         summary = self._summary(directory, metrics) | {"weights_sha256": sha256(weights)}
         early = {"stopped_early": bool(early_reason)}

@@ -49,7 +49,7 @@ from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
 from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, warn_of_full_weights
-from .checkpointer import Checkpointer
+from .checkpointer import SLOWEST, Checkpointer
 from .ending import Ending
 from .evaluator import Evaluator
 from .records import recorded_options
@@ -136,7 +136,7 @@ class Run:
             attempt = Attempt(config, task, plan, world, sets, cutter)
             interruption.rescue_with(attempt.stopped)  # until there is a state to save
 
-            with closing(attempt), world.connected(*_timeouts(config, state)) as store:
+            with closing(attempt), world.connected(*_timeouts(config, world.world_size, state)) as store:
                 finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
                 num_workers = 0 if finished or state.refresh else config.num_workers
                 started = start_workers(sets[TRAINING], config.seed, num_workers, world.device)
@@ -325,10 +325,13 @@ def _plan_of(config: Config, train_set: SizedDataset) -> Plan:
     return plan
 
 
-def _timeouts(config: Config, state: State) -> tuple[timedelta, timedelta]:
+def _timeouts(config: Config, ranks: int, state: State) -> tuple[timedelta, timedelta]:
     """The two of `World.connected`: of a collective, and by how much later rank 0 may come."""
-    # a collective's time-out explains nothing, so the watch for hangs must come 300 s earlier
-    longest = max(600, config.hang_timeout) + 300 + COMPILE_TIMEOUT * config.compile
+    sharded, weights = config.shard != "off", sum(it.numel() for it in state.parameters)
+    # it writes weights, two moments and an average, in 4 bytes each; in a sharded run its rows of them
+    writing = 4 * 4 * weights / (ranks if sharded else 1) / SLOWEST
+    # a collective's time-out explains nothing, so the watch for hangs, which has patience with both, must come earlier
+    longest = max(600, config.hang_timeout) + 300 + max(COMPILE_TIMEOUT * config.compile, writing)
     # in a sharded run rank 0 initialises all weights, while the others wait for it
-    drawing = sum(it.numel() for it in state.parameters) / WEIGHTS_PER_SECOND if config.shard != "off" else 0.0
+    drawing = weights / WEIGHTS_PER_SECOND if sharded else 0.0
     return timedelta(seconds=longest), timedelta(seconds=drawing)

@@ -43,7 +43,7 @@ COPIED = ("micro_batch", "micro_batches", "threads", "samples", "order", "orders
 OFF: dict[str, Any] = {
     "wandb": "disabled", "tensorboard": False, "csv": False, "save_predictions": False, "wandb_report": False,
     "checkpoint_every": 0, "keep_every": 0, "digest_every": 0, "hang_timeout": 0.0, "keeper": "off", "replicate": 0,
-    "strict_bits": False, "num_workers": 0, "shares": "equal", "on_nonfinite": "stop", "verify_every": 0,
+    "strict_bits": False, "num_workers": 0, "shares": "equal", "verify_every": 0,
 }  # fmt: skip
 """Options that a replay sets; none changes a bit of a step."""
 

@@ -31,6 +31,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..common.errors import EndedHere, Refusal
 from ..common.naming import kind_of
+from ..common.phases import CHECKPOINT, activity
 from ..distributed.collectives import of_divided_weight
 from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter, Weights
 from ..distributed.world import World
@@ -50,6 +51,20 @@ def _refuse_rows(*_: Any) -> Any:
     raise of_divided_weight(sys._getframe(1))
 
 
+def _refuse_some_rows(method: Any) -> Any:
+    """Torch indexes a copy with all rows, so what is written there would be lost, without a word."""
+
+    @functools.wraps(method)
+    def checked(weight: DTensor, index: Any, *value: Any) -> Any:
+        first = index[0] if isinstance(index, tuple) and index else index
+        number = hasattr(first, "__index__") and not getattr(first, "ndim", 0)
+        if number or (isinstance(first, slice) and first != slice(None)):
+            raise of_divided_weight(sys._getframe(1))
+        return method(weight, index, *value)
+
+    return checked
+
+
 def _refuse_graph(pre_backward: Any) -> Any:
     """A pass that builds a graph would later read weights that FSDP2 has freed, which can end in a SIGSEGV."""
 
@@ -67,6 +82,8 @@ def _refuse_silent_uses() -> None:
     """Make torch raise where it would be wrong without a word. These names are private, and may be gone."""
     if hasattr(FSDPState, "_pre_backward"):
         FSDPState._pre_backward = _refuse_graph(FSDPState._pre_backward)  # type: ignore[method-assign]
+    for name in ("__getitem__", "__setitem__"):
+        setattr(DTensor, name, _refuse_some_rows(getattr(DTensor, name)))
     dispatcher = getattr(DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
     for operation in (torch.ops.aten._local_scalar_dense.default, *getattr(dispatcher, "_random_ops", ())):
@@ -305,6 +322,7 @@ class Sharding:
         One after the other is gathered, so no process has memory for more than the largest. All must call it."""
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
+            activity.enter(CHECKPOINT, name)  # again: each is progress
             whole = undivided(tensor)
             if self._world.rank == 0:
                 found[name] = on_disk(whole.shape, whole.dtype, folder).copy_(whole)
