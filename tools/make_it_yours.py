@@ -68,7 +68,7 @@ COMPONENTS = {
     "regress": "src/evenkeel/tasks/regress.py",
     "lm": "src/evenkeel/tasks/lm.py src/evenkeel/tasks/text.py src/evenkeel/tasks/transformer.py "
     "src/evenkeel/cli/sample.py src/evenkeel/assets/persuasion.* tests/*/test_lm.py docs/text.md",
-    "examples": "examples tests/processes/test_examples.py tests/processes/test_adapters.py docs/nanogpt.md",
+    "examples": "examples tests/processes/test_examples.py docs/nanogpt.md",
     "benchmarks": "benchmarks tests/processes/test_benchmarks.py",
 }
 """Optional components: these files and folders are deleted, and so are files in USERS that import them."""

@@ -16,8 +16,8 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(2400),  # packages of 6 GB are installed
 ]
-BITS = """augmentation checkpoint_activations gradients hsdp lm many_flips meta_device nonfinite optimizers order parts
-patterns recipes refresh replay_shard replicate schedulers shard sharded_auto sharded_commands sharded_parts
+BITS = """augmentation checkpoint_activations gradients hsdp lm meta_device order parts
+patterns recipes refresh replay_shard replicate schedulers shard sharded_auto sharded_commands
 sharded_state shards shares streams sync_batchnorm task_state tree turns two_networks untested verify_every
 whole_batch"""
 """Promises of what is computed, which needs no tool: CI has just shown them beside this machine."""

@@ -1,7 +1,5 @@
 """A real Slurm cluster for tests, made by `lab.sh`: its commands, its nodes, and what it leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -48,8 +46,6 @@ def why_not() -> str | None:
 
 
 class Process(NamedTuple):
-    """A process on a node, by its pid on the machine."""
-
     node: int
     pid: int
     command: str
@@ -92,8 +88,6 @@ class Cluster:
             **(extra or {}),
         }
 
-    # ---- the lab
-
     def up(self) -> None:
         """Bring it up, after the end of another one; where it is up, bring back dead nodes."""
         self._lab("up", str(len(self.nodes)), str(self.cpus), limit=UP_LIMIT)
@@ -112,7 +106,6 @@ class Cluster:
         self.slurm("scontrol", "update", f"nodename={_names(nodes)}", "state=drain", "reason=test")
 
     def resume(self, *nodes: int) -> None:
-        """The opposite of :meth:`drain`."""
         self.slurm("scontrol", "update", f"nodename={_names(nodes)}", "state=resume")
 
     def _lab(self, *arguments: str, limit: float = 150) -> None:
@@ -120,8 +113,6 @@ class Cluster:
         done = subprocess.run([str(LAB), *arguments], env=env, capture_output=True, text=True, timeout=limit)
         if done.returncode:
             raise RuntimeError(f"lab.sh {' '.join(arguments)}: {done.stderr.strip() or done.returncode}")
-
-    # ---- Slurm
 
     def slurm(
         self,
@@ -131,11 +122,8 @@ class Cluster:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """What one of Slurm's commands prints, with ``env`` added to :meth:`environment`.
-
-        Raises:
-            RuntimeError: it failed, unless ``check`` is false.
-        """
+        """What one of Slurm's commands prints, with ``env`` added to :meth:`environment`. RuntimeError: it failed and
+        ``check`` is true."""
         own = self.environment(env)
         done = subprocess.run(argv, env=own, capture_output=True, text=True, timeout=timeout, cwd=cwd)
         if check and done.returncode:
@@ -157,11 +145,7 @@ class Cluster:
         return dict(re.findall(r"(\S+?)=(\S*)", self.slurm("scontrol", "-o", "show", "job", job)))
 
     def wait_for(self, job: str, *states: str, limit: float = 120, restarts: int = 0) -> dict[str, str]:
-        """Wait until a job is in one of these states, requeued so many times or more; without states: until it ended.
-
-        Raises:
-            AssertionError: it did not within ``limit`` seconds, or it ended otherwise.
-        """
+        """Wait until a job is in one of these states, requeued so often or more; without states: until it ended."""
         wanted = states or ENDED
 
         def there() -> dict[str, str] | None:
@@ -171,10 +155,7 @@ class Cluster:
             assert shown["JobState"] not in ENDED, f"job {job} ended {shown['JobState']} instead of {wanted}\n{shown}"
             return None
 
-        found: dict[str, str] = wait_until(there, f"job {job} {wanted}", limit, lambda: self.show(job), every=0.2)
-        return found
-
-    # ---- what is left
+        return wait_until(there, f"job {job} {wanted}", limit, lambda: self.show(job), every=0.2)
 
     def processes(self, node: int) -> list[Process]:
         """All live processes on a node but Slurm's own: those that its first process has begotten."""
@@ -200,11 +181,8 @@ class Cluster:
         return int(pid) if known and known.started == int(started) else None
 
     def settle(self, limit: float = 120) -> list[Process]:
-        """Cancel all jobs, bring all nodes back, and wait until all are idle.
-
-        Returns:
-            Orphans: processes that no job owns any more, which have been killed now.
-        """
+        """Cancel all jobs, bring all nodes back, and wait until all are idle. Returns orphans: processes that
+        no job owns any more, which have been killed now."""
         self.slurm("scancel", "--user=root", check=False)
         self.up()
         self._wait("an empty queue", limit, lambda: not self.slurm("squeue", "--noheader", "--states=all", "-t", _LIVE))

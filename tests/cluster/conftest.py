@@ -1,7 +1,5 @@
 """For all tests on a Slurm cluster. They run one after the other, in one process: see ByFile in tests/conftest.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from tests.cluster.cluster import Cluster, why_not
 
 REASON = why_not()
-"""Why there is no cluster here, or None."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,5 @@
 """Jobs of ours on the cluster: submitted as people do it, watched by what their runs leave."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from evenkeel.common.processes import process_name
 from tests.cluster.cluster import Cluster, Process
@@ -18,18 +15,15 @@ from tests.support import processes
 from tests.support.processes import ROOT, TRAIN, read, records
 from tests.support.small_runs import TASK
 
-SUBMIT = str(ROOT / "slurm" / "submit.py")
 SBATCH = ROOT / "slurm" / "train.sbatch"
 
 
 def recorded(run_dir: Path, *more: object, epochs: int = 3) -> list[str]:
-    """Options of a small run of the recording task, 9 steps an epoch, with the same bits on any number of ranks."""
     shape = ["--epochs", epochs, "--batch-size", 12, "--micro-batch", 3, "--log-every", 1, "--reduce", "tree"]
     return [str(word) for word in ["--task", TASK, "--run-dir", run_dir, "--eval-every", 1000, *shape, *more]]
 
 
 def submit(cluster: Cluster, *words: object, expect: int = 0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Type slurm/submit.py."""
     command = [sys.executable, str(cwd / "slurm" / "submit.py"), *map(str, words)]
     return processes.run(command, cwd, cluster.environment(), expect=expect)
 
@@ -37,7 +31,6 @@ def submit(cluster: Cluster, *words: object, expect: int = 0, cwd: Path = ROOT) 
 def submitted(cluster: Cluster, *words: object, cwd: Path = ROOT) -> str:
     """The same; returns the job id."""
     found = re.search(r"^job (\S+) is submitted$", submit(cluster, *words, cwd=cwd).stdout, re.MULTILINE)
-    assert found
     return found[1]
 
 
@@ -47,7 +40,7 @@ def sbatch(cluster: Cluster, options: list[str], train_options: list[str], cwd: 
     return done.strip()
 
 
-def undisturbed(run_dir: Path, epochs: int) -> dict[str, Any]:
+def undisturbed(run_dir: Path, epochs: int) -> dict:
     """The summary of the same run in one process that nobody disturbs."""
     processes.run([sys.executable, str(TRAIN), *recorded(run_dir, "--wandb", "disabled", epochs=epochs)])
     return read(run_dir)
@@ -67,7 +60,6 @@ def wait_for_step(cluster: Cluster, job: str, run_dir: Path, step: int, attempts
 
 
 def logs(run_dir: Path) -> str:
-    """What the jobs of a run have printed."""
     files = sorted(run_dir.glob("slurm/*/*_log.out")) + sorted(run_dir.parent.glob("slurm-*.out"))
     return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in files)
 
@@ -88,7 +80,6 @@ def ranks(cluster: Cluster) -> list[Process]:
 
 
 def kill(found: list[Process]) -> None:
-    """SIGKILL processes on their nodes."""
     for process in found:
         with contextlib.suppress(ProcessLookupError):  # its parent is dead
             os.kill(process.pid, signal.SIGKILL)

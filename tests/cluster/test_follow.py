@@ -1,12 +1,9 @@
 """Runs as Slurm's jobs: what `status` and `follow` say of them, over requeues and to every end."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -76,13 +73,11 @@ def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, run_dir
     job_id = submit(cluster, run_dir, "--pause", 0.05)
     with follow(cluster, run_dir) as terminal:
         it = wait_for(run_dir, "running", step=3)
-        assert it.job
         assert (it.job_id, it.job.state, it.job.requeues) == (job_id, "RUNNING", 0)
         terminal.read_until(rf"job {job_id}: running on {it.job.nodes}\n")
         terminal.read_until(r"step 1/27 ")
         cluster.slurm("scontrol", "requeuehold", job_id)
         it = wait_for(run_dir, "queued")
-        assert it.job
         assert it.job.requeues == 1
         assert it.step >= 3
         terminal.read_until(rf"job {job_id}: requeued, start 2: (completing|pending) \([\w ]+\)\n")
@@ -95,7 +90,6 @@ def test_a_job_is_followed_over_its_requeue_to_the_end(cluster: Cluster, run_dir
     assert f"job {job_id}: running on " in second
     assert out.endswith(f"job {job_id}: finished at step 27 -> {run_dir}\n")
     it = look(run_dir)
-    assert it.job
     assert (it.state, it.starts, it.job.state, it.job.requeues) == ("finished", 2, "COMPLETED", 1)
     status = [sys.executable, "-m", "evenkeel", "status", str(run_dir)]
     (row,) = run(status, env=cluster.environment()).stdout.splitlines()[1:]
@@ -169,7 +163,7 @@ def test_jobs_that_wait_and_are_cancelled_and_forgotten(cluster: Cluster, tmp_pa
     ]
 
     # what sacct says is the same, when squeue has forgotten it
-    known: Any = None
+    known = None
 
     def accounted() -> bool:
         nonlocal known

@@ -1,10 +1,9 @@
-"""A job's life on a real cluster: it lives with everything that Slurm does to jobs."""
-
-from __future__ import annotations
+"""A job's life on a real cluster: it lives with everything that Slurm does to jobs; and the lab on which it stands."""
 
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -43,7 +42,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 
 def test_at_its_time_limit_a_job_is_saved_and_goes_on(cluster: Cluster, tmp_path: Path, alone: Weights) -> None:
-    """By the file that people read, on two nodes, then on the one that is left."""
     run_dir, hold = tmp_path / "run", tmp_path / "hold"
     hold.touch()
     options = recorded(run_dir, "--wandb", "disabled", "--checkpoint-every", 0, "--pause", 1, "--hold", hold, epochs=4)
@@ -59,7 +57,6 @@ def test_at_its_time_limit_a_job_is_saved_and_goes_on(cluster: Cluster, tmp_path
     shown = ended(cluster, job, run_dir)
     assert int(shown["Restarts"]) >= 1
     summary = read(run_dir)
-    print(f"world sizes {summary['world_sizes']}, stops {[r['step'] for r in records(run_dir, 'stop')]}")
     assert {stop["reason"] for stop in records(run_dir, "stop")} <= {"SIGUSR2", "SIGTERM"}
     assert steps_lost(run_dir) == [0]
     assert summary["world_sizes"] == [2, 1]
@@ -100,30 +97,25 @@ def test_one_job_through_all_that_can_happen_to_it(cluster: Cluster, tmp_path: P
     cluster.kill_node(ranks(cluster)[-1].node)
     ended(cluster, job, run_dir)
     assert 0 <= steps_lost(run_dir)[-1] <= 6
-    print(f"steps lost {steps_lost(run_dir)}, ranks {read(run_dir)['world_sizes']}")
     assert read(run_dir)["weights_sha256"] == alone(6)
     assert read(run_dir, "status.json")["wandb_id"] == wandb_id
     assert {path.name.rpartition("-")[2] for path in run_dir.glob("wandb/offline-run-*")} == {wandb_id}
 
 
 def preempt(cluster: Cluster, folder: Path) -> None:
-    """Take all nodes for two seconds."""
     urgent = folder / "urgent.sh"
     urgent.write_text("#!/bin/sh\nsleep 2\n")
     cluster.wait_for(cluster.submit(urgent, "-phigh", "-N4", "-c2"), "COMPLETED")
 
 
 @pytest.mark.long
-def test_preempted_without_grace_it_has_its_last_checkpoint(
-    cluster: Cluster, tmp_path: Path, run_dir: Path, alone: Weights
-) -> None:
+def test_preempted_without_grace_it_goes_on(cluster: Cluster, tmp_path: Path, run_dir: Path, alone: Weights) -> None:
     options = ["--wandb", "disabled", "--checkpoint-every", 4, "--pause", 0.3]
     job = submitted(cluster, "-n", 2, "-g", 1, "--partition", "lowhard", "--", *recorded(run_dir, *options, epochs=4))
     wait_for_step(cluster, job, run_dir, 6)
     preempt(cluster, tmp_path)
     ended(cluster, job, run_dir)
     (lost,) = steps_lost(run_dir)
-    print(f"{lost} steps are done again")
     assert 0 <= lost <= 5
     assert read(run_dir)["weights_sha256"] == alone(4)
 
@@ -162,9 +154,7 @@ def test_a_node_that_computes_wrong_twice_is_left_out(
 
 @pytest.mark.long
 @pytest.mark.parametrize("which", [-1, 0])
-def test_a_node_whose_rank_hangs_twice_is_left_out(
-    cluster: Cluster, tmp_path: Path, alone: Weights, which: int
-) -> None:
+def test_a_node_that_hangs_twice_is_left_out(cluster: Cluster, tmp_path: Path, alone: Weights, which: int) -> None:
     """Also rank 0, which then cannot record it. The control is the first requeue, after one hang."""
     run_dir, hold = tmp_path / "run", tmp_path / "hold"
     hold.touch()
@@ -219,7 +209,6 @@ def test_what_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_an_array_trains_one_run_for_each_seed(cluster: Cluster, tmp_path: Path) -> None:
-    """And its last task, whose job id is the whole array's, comes back alone."""
     run_dir = tmp_path / "seeds"
     options = recorded(run_dir, "--wandb", "disabled", "--checkpoint-every", 0, "--pause", 0.2)
     array = submitted(cluster, "-g", 1, "--array-seeds", "3:6", "--", *options).partition("_")[0]
@@ -233,3 +222,44 @@ def test_an_array_trains_one_run_for_each_seed(cluster: Cluster, tmp_path: Path)
         assert read(run_dir / f"seed-{seed}" / "slurm", "job.json")["job_id"] == f"{array}_{number}"
     assert len(weights) == 3
     assert steps_lost(run_dir / "seed-5") == [0]
+
+
+# What one node sees, as JSON.
+FACTS = """
+import json, os, socket
+host, local = socket.gethostname(), os.environ["LOCAL"]
+names = {name: socket.gethostbyname(name) for name in ("node1", "node2")}
+before = sorted(os.listdir("/dev/shm") + os.listdir(local))
+for folder in ("/dev/shm", local):
+    open(os.path.join(folder, host), "w").close()
+pids = sum(entry.isdigit() for entry in os.listdir("/proc"))
+gpus = os.environ["CUDA_VISIBLE_DEVICES"]
+print(json.dumps({"host": host, "names": names, "before": before, "pids": pids, "gpus": gpus}))
+"""
+
+
+def test_nodes_share_files_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "facts.py"
+    script.write_text(FACTS)
+    tasks = ["srun", "-N4", "--ntasks-per-node=1", "--gpus-per-node=2"]
+    env = {"LOCAL": str(cluster.local)}
+    for _ in range(2):  # the second time they find what they wrote themselves, and nobody else's
+        lines = cluster.slurm(*tasks, sys.executable, str(script), timeout=120, env=env).splitlines()
+        facts = {fact["host"]: fact for fact in map(json.loads, lines)}
+        assert sorted(facts) == [f"node{node}" for node in cluster.nodes]
+    for node, fact in ((node, facts[f"node{node}"]) for node in cluster.nodes):
+        assert fact["before"] == [f"node{node}"] * 2
+        assert fact["names"]["node1"] == ("127.0.1.1" if node == 1 else cluster.address(1))
+        assert fact["names"]["node2"] == ("127.0.1.1" if node == 2 else cluster.address(2))
+        assert fact["pids"] < 15, "it sees other processes than the node's"
+        assert fact["gpus"] == "0,1"
+        assert [file.name for file in cluster.disk(node).iterdir()] == [f"node{node}"]
+
+
+def test_an_orphan_is_found_and_killed(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "orphan.sh"
+    script.write_text("#!/bin/bash\n(setsid sleep 987654 </dev/null >/dev/null 2>&1 &)\n")
+    cluster.wait_for(cluster.submit(script, "-N1"), "COMPLETED")
+    left = cluster.settle()
+    assert [process.command for process in left] == ["sleep: sleep 987654"]
+    assert cluster.settle() == []

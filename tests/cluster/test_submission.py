@@ -1,13 +1,10 @@
 """From what is typed to what starts: refusals, the copy of the code, both ways to submit, interactive allocations."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,9 +36,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_run_is_refused(
-    words: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(words: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster.environment()["SLURM_CONF"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refusal, match=REFUSED[words]) as refused:
@@ -94,10 +89,9 @@ class Dump(Classify):
 
 
 def test_sbatch_and_submit_start_the_same(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same options, awkward ones among them, reach train.py unharmed, with the same environment around it."""
     (tmp_path / "dump.py").write_text(DUMP)
     note = """two words, "quotes", 'more', $HOME, `date`; \\ and * """
-    found: list[Any] = []
+    found: list = []
     for way in ("submit", "sbatch"):
         run_dir = tmp_path / f"{way} it"
         monkeypatch.setenv("DUMP", str(tmp_path / f"{way}.json"))
@@ -178,9 +172,8 @@ def test_a_run_directory_of_each_node_and_a_folder_that_some_do_not_see(cluster:
 
 def test_an_interactive_allocation(cluster: Cluster, tmp_path: Path) -> None:
     """salloc: node.py on both nodes; torchrun as people type it; tasks without torchrun are told what to type."""
-    options = {
-        name: " ".join(recorded(tmp_path / name, "--wandb", "disabled", epochs=1)) for name in ("node", "torchrun")
-    }
+    names = ("node", "torchrun")
+    options = {name: " ".join(recorded(tmp_path / name, "--wandb", "disabled", epochs=1)) for name in names}
     alone = "--standalone --nproc_per_node=2"
     lines = f"""
         srun --ntasks-per-node=1 slurm/node.py -g 1 -- {options["node"]} || echo "node.py: $?"
@@ -200,7 +193,6 @@ def test_an_interactive_allocation(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_the_lines_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
-    """In a checkout of a stranger's own."""
     (block,) = blocks("bash slurm")
     lines = block.splitlines()
     assert len(lines) == 3

@@ -1,7 +1,5 @@
 """The engine, and the image in it: made once for all tests of a session."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

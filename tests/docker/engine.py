@@ -5,8 +5,6 @@ has to be built in the machine's network, where the package index is; containers
 else. So the daemon is started twice, on the same data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -84,14 +82,12 @@ class Engine:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """Stop the daemon, and its containers with it."""
         if self._daemon:
             self._daemon.terminate()
             self._daemon.wait(timeout=60)
             self._daemon = None
 
     def remove(self) -> None:
-        """End everything and leave nothing."""
         if self._daemon and self._daemon.poll() is None:
             names = self.docker("ps", "-aq", expect=None).stdout.split()
             if names:
@@ -99,11 +95,9 @@ class Engine:
             self.stop()
         _remove(self.home)
 
-    def docker(
-        self, *arguments: object, expect: int | None = 0, limit: float = 120, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run the client and check its exit code (None: any)."""
-        return self.command("docker", *arguments, expect=expect, limit=limit, env=env)
+    def docker(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        """The same of the client."""
+        return self.command("docker", *arguments, **options)
 
     def command(
         self, *words: object, expect: int | None = 0, limit: float = 120, env: dict[str, str] | None = None
@@ -111,13 +105,12 @@ class Engine:
         """Run something that talks to this daemon, and check its exit code (None: any)."""
         return processes.run([str(word) for word in words], env=self.env | (env or {}), limit=limit, expect=expect)
 
-    def inspect(self, name: str) -> dict[str, Any]:
+    def inspect(self, name: str) -> dict:
         """What the daemon knows of a container or an image."""
         (facts,) = json.loads(self.docker("inspect", name).stdout)
         return dict(facts)
 
     def logs(self, name: str) -> str:
-        """Both streams of a container."""
         done = self.docker("logs", name)
         return done.stdout + done.stderr
 
@@ -171,7 +164,6 @@ def _remove(home: Path) -> None:
 
 
 def _remove_leftovers() -> None:
-    """What a killed test run has left."""
     for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         if not Path(f"/proc/{home.name.removeprefix(PREFIX).partition('-')[0]}").exists():
             _remove(home)

@@ -3,8 +3,6 @@
 EVENKEEL_REHEARSE=1 runs on the CPU those that start jobs, so that they are not wrong themselves when a GPU comes.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -20,10 +18,10 @@ from tests.support import processes
 from tests.support.gpu import end_all
 
 HERE = Path(__file__).parent
-ORDER = "job keeper doctor state jobs_of_two transfer placement precision oom"
+ORDER = "job jobs_of_two doctor state placement parts"
 """The files by risk; the others follow."""
 REHEARSED = "EVENKEEL_REHEARSE" in os.environ
-JOBS = {"test_job.py", "test_keeper.py", "test_doctor.py", "test_jobs_of_two.py"}
+JOBS = {"test_job.py", "test_jobs_of_two.py", "test_doctor.py"}
 """The files whose tests only start processes, and may be rehearsed."""
 
 PROCESS, TEST, ALL = 75.0, 90, float(os.environ.get("EVENKEEL_GPU_SECONDS", "480"))
@@ -82,7 +80,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table as Markdown."""
     if not _reports or not (torch.cuda.is_available() or REHEARSED):
         return
     lines = [machine(), "", "| check | result | s | found, or why |", "|---|---|---|---|"]
@@ -111,7 +108,6 @@ def reason(worst: pytest.TestReport, reports: list[pytest.TestReport]) -> str:
 
 
 def machine() -> str:
-    """What the table was made on."""
     parts = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     if not torch.cuda.is_available():
         return f"A rehearsal on the CPU; {', '.join(parts)}"

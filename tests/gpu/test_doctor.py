@@ -1,14 +1,11 @@
 """The doctor on ranks that share a GPU. It compares the numbers of each collective with the right ones."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from tests.support.gpu import REAL
+from tests.support.gpu import REAL, Record
 from tests.support.processes import run, torchrun
 
 RANKS = max(2, torch.cuda.device_count() + 1)
@@ -27,7 +24,7 @@ def test_more_ranks_than_gpus_are_a_failure_unless_they_share(tmp_path: Path) ->
     assert doctor(tmp_path)["ranks and devices"][0] == "FAIL"
 
 
-def test_gloo_carries_cuda_tensors_rightly(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_gloo_carries_cuda_tensors_rightly(tmp_path: Path, record_property: Record) -> None:
     found = doctor(tmp_path, "--share-gpu")
     if torch.cuda.is_available():
         assert found["devices of ranks"][0] == "WARN"

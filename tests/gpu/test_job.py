@@ -1,12 +1,8 @@
 """What one GPU can show of a job: it trains to the README's accuracy, is stopped, runs out of memory, is compiled."""
 
-from __future__ import annotations
-
 import json
 import re
-import signal
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -15,20 +11,9 @@ import pytest
 import torch
 
 from tests.support import processes
-from tests.support.gpu import REAL, devices_of, shared, started
+from tests.support import small_runs as runs
+from tests.support.gpu import REAL, Record, devices_of, shared, started
 from tests.support.processes import ROOT, TRAIN, checked, finish, read, records, run, start, torchrun
-from tests.support.small_runs import (
-    ended,
-    job,
-    kill_workers_and_agent,
-    model_of,
-    recipe_job,
-    saved_step,
-    wait_for_step,
-    weights_of,
-)
-
-Record = Callable[[str, object], None]
 
 DIGITS = ["--wandb", "disabled", "--log-every", 20]
 """The README's job, but for what it prints."""
@@ -40,7 +25,7 @@ def accuracy(run_dir: Path) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 0, 2], ids=["torchrun", "plain python", "two ranks"])
 def test_the_job_of_the_readme_reaches_its_accuracy(run_dir: Path, ranks: int, record_property: Record) -> None:
-    ended(started(ranks, *DIGITS, "--run-dir", run_dir))
+    runs.ended(started(ranks, *DIGITS, "--run-dir", run_dir))
     named = devices_of(run_dir)
     record_property("accuracy", f"{accuracy(run_dir):.4f}")
     record_property("seconds", f"{read(run_dir)['seconds']:.1f}")
@@ -49,7 +34,7 @@ def test_the_job_of_the_readme_reaches_its_accuracy(run_dir: Path, ranks: int, r
         assert [name.startswith("cuda:") for name in named] == [True] * max(1, ranks)
         assert named[0].startswith("cuda:0 (")
     assert accuracy(run_dir) > 0.98
-    loaded = model_of(run_dir)
+    loaded = runs.model_of(run_dir)
     assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
 
 
@@ -57,23 +42,12 @@ def test_ranks_that_verify_each_other_raise_no_alarm_and_change_no_bit(tmp_path:
     seconds = []
     for every in (1, 0):
         run_dir = tmp_path / f"every-{every}"
-        words = [
-            "--max-steps",
-            60,
-            "--reduce",
-            "tree",
-            "--precision",
-            "bf16",
-            "--verify-every",
-            every,
-            "--log-every",
-            1,
-        ]
-        ended(started(2, "--wandb", "disabled", "--run-dir", run_dir, *words))
+        words = ["--max-steps", 60, "--reduce", "tree", "--precision", "bf16", "--log-every", 1, "--wandb", "disabled"]
+        runs.ended(started(2, *words, "--verify-every", every, "--run-dir", run_dir))
         seconds.append(median(b["time"] - a["time"] for a, b in pairwise(records(run_dir, "train")[10:])))
     status = read(tmp_path / "every-1", "status.json")
     assert (status["verified"], status.get("alarms", [])) == (60, [])
-    assert weights_of(tmp_path / "every-1") == weights_of(tmp_path / "every-0")
+    assert runs.weights_of(tmp_path / "every-1") == runs.weights_of(tmp_path / "every-0")
     record_property("verified step", f"{seconds[0] / seconds[1]:.2f} of another")
 
 
@@ -86,31 +60,27 @@ def test_more_ranks_than_gpus_are_refused_unless_they_share(tmp_path: Path) -> N
 
 
 def test_killed_stopped_and_continued_on_other_numbers_of_ranks_the_tree_gives_the_same_bits(tmp_path: Path) -> None:
-    """kill -9 of all on two ranks, SIGTERM for a plain process, the rest on one rank: by gloo, alone, and by NCCL."""
     tree = ["--reduce", "tree", "--checkpoint-every", 2, "--num-workers", 1]
-    undisturbed = started(1, *job(tmp_path / "undisturbed", *tree))
+    undisturbed = started(1, *runs.job(tmp_path / "undisturbed", *tree))
     run_dir = tmp_path / "run"
-    options = job(run_dir, *tree, "--pause", 0.1)
+    options = runs.job(run_dir, *tree, "--pause", 0.1)
     process = started(2, *options)
-    wait_for_step(run_dir, 5, process)
-    kill_workers_and_agent(process)
-    ended(undisturbed)
-    assert saved_step(run_dir) >= 2
+    runs.wait_for_step(run_dir, 5, process)
+    runs.kill_workers_and_agent(process)
+    runs.ended(undisturbed)
+    assert runs.saved_step(run_dir) >= 2
     process = started(0, *options)
-    wait_for_step(run_dir, 12, process)
-    process.send_signal(signal.SIGTERM)
-    checked(finish(process), 75)
-    ended(started(1, *options))
-    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
+    runs.stop_at(run_dir, 12, process, expect=75)
+    runs.ended(started(1, *options))
+    assert runs.weights_of(run_dir) == runs.weights_of(tmp_path / "undisturbed")
 
 
 def test_a_network_of_the_readme_s_size_has_the_same_bits_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    """Convolutions, dropout, and gradients in several buckets' worth of memory."""
     tree = [*DIGITS, "--reduce", "tree", "--micro-batch", 16, "--epochs", 2, "--clip-norm", 1.0, "--ema", 0.9]
     both = [started(ranks, *tree, "--run-dir", tmp_path / str(ranks)) for ranks in (1, 2)]
     for process in both:
-        ended(process)
-    assert weights_of(tmp_path / "1") == weights_of(tmp_path / "2")
+        runs.ended(process)
+    assert runs.weights_of(tmp_path / "1") == runs.weights_of(tmp_path / "2")
 
 
 @REAL
@@ -125,8 +95,8 @@ def test_memory_that_runs_out_is_explained_and_smaller_pieces_go_on(tmp_path: Pa
     (line,) = [line for line in failed.stderr.splitlines() if line.startswith("evenkeel: ")]
     assert line.startswith("evenkeel: out of memory on rank 0 (cuda:0 (")
     assert "the same command with --micro-batch 32 instead of 64 goes on" in line
-    ended(started(0, *options("run", 2)))
-    done = ended(started(1, *options("auto", "auto")))
+    runs.ended(started(0, *options("run", 2)))
+    done = runs.ended(started(1, *options("auto", "auto")))
     found = re.search(r"--micro-batch auto: (\d+) samples fit, not \d+", done.stdout)
     assert found, done.stdout
     assert 1 <= int(found[1]) < 64
@@ -138,33 +108,29 @@ def test_low_precision_trains_as_well(tmp_path: Path, record_property: Record) -
     more = {"tf32": [], "bf16": ["--channels-last"], "fp16": ["--loss-scale", 2.0**40]}
     if not torch.cuda.is_available():
         del more["tf32"]
-    runs = {
+    jobs = {
         precision: started(
             *(0, *DIGITS, "--epochs", 6, "--num-workers", 1, "--run-dir", tmp_path / precision),
             *("--precision", precision, *options),
         )
         for precision, options in more.items()
     }
-    for precision, process in runs.items():
-        ended(process)
+    for precision, process in jobs.items():
+        runs.ended(process)
         record_property(precision, f"{accuracy(tmp_path / precision):.4f}")
         assert accuracy(tmp_path / precision) > 0.9
 
 
 @pytest.mark.timeout(150)
-def test_compiled_it_trains_alike_and_resumes(
-    tmp_path: Path, record_property: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_run_resumes_alike(tmp_path: Path, record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "LIMIT", max(processes.LIMIT, 120.0))  # compilers take long
     cache = {"TMPDIR": str(tmp_path)}
     options = [*DIGITS, "--epochs", 4, "--checkpoint-every", 20, "--compile"]
     eager = started(0, *DIGITS, "--epochs", 4, "--run-dir", tmp_path / "eager")
     begun = started(0, *options, "--run-dir", tmp_path / "run", **cache)
-    wait_for_step(tmp_path / "run", 40, begun)
-    begun.send_signal(signal.SIGTERM)
-    stopped = finish(begun)
-    ended(eager)
-    ended(started(1, *options, "--run-dir", tmp_path / "run", **cache))
+    stopped = runs.stop_at(tmp_path / "run", 40, begun)
+    runs.ended(eager)
+    runs.ended(started(1, *options, "--run-dir", tmp_path / "run", **cache))
     compiled = records(tmp_path / "run", "compile")
     record_property("compiled", [{name: it[name] for name in ("hits", "misses")} for it in compiled])
     record_property("accuracy", f"{accuracy(tmp_path / 'run'):.4f}, eager {accuracy(tmp_path / 'eager'):.4f}")
@@ -175,8 +141,8 @@ def test_compiled_it_trains_alike_and_resumes(
 
 def test_a_trace_has_the_gpu_s_kernels_and_its_memory(tmp_path: Path) -> None:
     memory = ["--memory-snapshot"] if torch.cuda.is_available() else []
-    options = job(tmp_path / "run", "--profile", "4:7", *memory)
-    ended(started(1, *options))
+    options = runs.job(tmp_path / "run", "--profile", "4:7", *memory)
+    runs.ended(started(1, *options))
     folder = tmp_path / "run" / "profile"
     trace = json.loads((folder / "rank-0.json").read_text())
     kinds = {event.get("cat") for event in trace["traceEvents"]}
@@ -186,27 +152,9 @@ def test_a_trace_has_the_gpu_s_kernels_and_its_memory(tmp_path: Path) -> None:
         assert (folder / "rank-0.memory.pickle").stat().st_size > 0
 
 
-def test_beside_a_bare_loop(tmp_path: Path, record_property: Record) -> None:
-    """DDP's tutorial with the same network, batch and steps. A ratio, and no verdict: a GPU of one's own is quieter."""
-    loop, epochs, batch = ROOT / "tests/support/stock_loop.py", 20 if torch.cuda.is_available() else 2, 64
-    seconds: dict[str, float] = {}
-    for name in ("bare", "evenkeel", "bare again"):
-        run_dir = tmp_path / name
-        if name == "evenkeel":
-            ended(started(1, "--wandb", "disabled", "--epochs", epochs, "--run-dir", run_dir))
-        else:
-            run(torchrun(1, loop, "--run-dir", run_dir, epochs, batch, 0.0))
-        times = [(it["step"], it["time"]) for it in records(run_dir, "train") if it["step"] % 10 == 0]
-        pairs = list(pairwise(times))
-        seconds[name] = median((late[1] - early[1]) / (late[0] - early[0]) for early, late in pairs[len(pairs) // 4 :])
-    ratio = seconds["evenkeel"] / seconds["bare"]
-    record_property("a step", f"{seconds['evenkeel'] * 1e3:.2f} ms, {ratio:.2f} times as long as a bare loop's")
-    record_property("bare to itself", f"{seconds['bare again'] / seconds['bare']:.2f}")
-
-
 def test_the_launchers_start_ranks_that_share(run_dir: Path) -> None:
     launcher = [sys.executable, "launch/single_node.py", "-g", "2", "--"]
-    ended(start([*launcher, *job(run_dir, "--share-gpu")]))
+    runs.ended(start([*launcher, *runs.job(run_dir, "--share-gpu")]))
     assert read(run_dir)["world_sizes"] == [2]
     if shared(2) and torch.cuda.is_available():
         assert {name.partition(" ")[0] for name in devices_of(run_dir)} == {"cuda:0"}
@@ -215,6 +163,6 @@ def test_the_launchers_start_ranks_that_share(run_dir: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_two_runs_of_one_command_give_the_same_bits_on_a_gpu(tmp_path: Path, precision: str) -> None:
     recipe = ["--deterministic", "--precision", precision, "--ema", 0.9, "--epochs", 2]
-    for process in [started(0, *recipe_job(tmp_path / name, *recipe)) for name in ("one", "again")]:
-        ended(process)
-    assert weights_of(tmp_path / "one") == weights_of(tmp_path / "again")
+    for process in [started(0, *runs.recipe_job(tmp_path / name, *recipe)) for name in ("one", "again")]:
+        runs.ended(process)
+    assert runs.weights_of(tmp_path / "one") == runs.weights_of(tmp_path / "again")

@@ -1,23 +1,32 @@
-"""Jobs of two ranks, and of ranks with two GPUs each: by NCCL where there are enough, else they share (--share-gpu)."""
+"""Jobs of two ranks, with keepers, and of ranks with two GPUs each: by NCCL where there are enough, else they share."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import small_runs
-from tests.support.gpu import shared, started
-from tests.support.processes import finish, read, run, torchrun, wait_until_gone
-from tests.support.small_runs import PLAN, SAMPLES, SUPPORT, ended, job, wait_for_step, weights_of
-
-Record = Callable[[str, object], None]
+from tests.support.gpu import Record, shared, started
+from tests.support.processes import read, run, torchrun, wait_until_gone
+from tests.support.small_runs import (
+    PLAN,
+    SAMPLES,
+    SUPPORT,
+    ended,
+    job,
+    keepers_of,
+    starts,
+    stop_at,
+    told_step,
+    wait_for_step,
+    weights_of,
+    workers_of,
+)
 
 
 def test_a_frozen_rank_is_named_and_the_bits_are_the_same(tmp_path: Path, record_property: Record) -> None:
@@ -66,9 +75,7 @@ def test_with_exact_bits_a_ring_that_was_stopped_ends_as_one_that_was_not(tmp_pa
     options = ["--deterministic", "--wandb", "disabled", "--log-every", 1, "--epochs", 3, "--checkpoint-every", 2]
     undisturbed = started(2, *options, "--run-dir", tmp_path / "undisturbed")
     process = started(2, *options, "--run-dir", run_dir)
-    wait_for_step(run_dir, 1, process)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
+    stop_at(run_dir, 1, process)
     ended(undisturbed)
     ended(started(2, *options, "--run-dir", run_dir))
     assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
@@ -81,7 +88,6 @@ SEGMENT += ["--reduce", "tree", "--wandb", "disabled", "--log-every", 1, "--chec
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one rank with one GPU."""
     pytest.importorskip("evenkeel.tasks.segment")
     run_dir = tmp_path_factory.mktemp("one") / "run"
     ended(started(1, *SEGMENT, "--run-dir", run_dir))
@@ -92,13 +98,45 @@ def on_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "cut"), [(1, ["--model-parallel", 2]), (2, ["--place", "segmenter=0,discriminator=1"])], ids=str
 )
 def test_a_run_on_two_gpus_a_rank_is_that_of_one(tmp_path: Path, on_one: Path, ranks: int, cut: list[object]) -> None:
-    """Stopped and continued; the same bits with the tree. Networks without dropout on other kernels: same GPU model."""
     run_dir = tmp_path / "two"
     options = [*SEGMENT, "--run-dir", run_dir, *cut]
     process = started(ranks, *options, each=2)
-    wait_for_step(run_dir, 1, process)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
+    stop_at(run_dir, 1, process)
     ended(started(ranks, *options, each=2))
     assert weights_of(run_dir) == weights_of(on_one)
     assert read(run_dir)["metrics"] == read(on_one)["metrics"]
+
+
+def opens_a_gpu(pid: int) -> bool:
+    """Whether a process has a device file of NVIDIA's driver for a GPU open."""
+    names = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it has just been closed
+            names.append(str(link.readlink()))
+    return any(name.startswith("/dev/nvidia") and name[len("/dev/nvidia") :].isdigit() for name in names)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_rank_gets_its_gpu_again_and_its_keeper_never_has_one(
+    tmp_path: Path, ranks: int, record_property: Record
+) -> None:
+    rare = ["--deterministic", "--checkpoint-every", 1, "--eval-every", 1000]
+    undisturbed, run_dir = started(ranks, *job(tmp_path / "undisturbed", *rare)), tmp_path / "run"
+    process = started(ranks, *job(run_dir, *rare, "--pause", 0.1))
+    wait_for_step(run_dir, 3, process)
+    keepers, trainers = keepers_of(process), workers_of(process)
+    assert not set(keepers.values()) & set(trainers.values()), "the ranks have gone without keepers"
+    if torch.cuda.is_available():
+        assert not any(map(opens_a_gpu, keepers.values()))
+    control = any(map(opens_a_gpu, trainers.values()))
+    done, begun = told_step(run_dir), time.monotonic()
+    os.kill(trainers[max(trainers)], signal.SIGKILL)
+    wait_for_step(run_dir, done + 3, process)
+    record_property("from the kill to the third step after it", f"{time.monotonic() - begun:.1f} s")
+    assert keepers_of(process) == keepers
+    ended(process)
+    ended(undisturbed)
+    assert len(starts(run_dir)) == 2
+    assert read(run_dir)["restarts"] == read(run_dir)["restarts_in_place"] == 1
+    assert weights_of(run_dir) == weights_of(tmp_path / "undisturbed")
+    assert control or not torch.cuda.is_available(), "no trainer has /dev/nvidiaN open: nothing is known of the keepers"

@@ -1,7 +1,5 @@
 """Models on several GPUs of one rank, or on one GPU twice; `test_placement` does without any, by fake devices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,9 +45,8 @@ def test_a_cut_network_computes_on_two_gpus_what_it_computes_on_one(cut: str) ->
             out = net(images)
             F.cross_entropy(out, torch.arange(32, device=on[0]) % 10).backward()
         after = torch.rand(3, device=on[0])
-        found.append(
-            [t.cpu() for t in (out, after, *(p.grad for p in net.parameters()), *net.buffers()) if t is not None]
-        )
+        every = (out, after, *(p.grad for p in net.parameters()), *net.buffers())
+        found.append([t.cpu() for t in every if t is not None])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -1,14 +1,11 @@
 """--shard on with GPUs: the same bits on one and on two ranks, and a model that comes to the GPU block by block."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.gpu import REAL, shared, started
+from tests.support.gpu import REAL, Record, shared, started
 from tests.support.processes import ROOT, start, torchrun
 from tests.support.small_runs import SUPPORT, ended, options, weights_of
 
@@ -17,9 +14,7 @@ SHAPE = ["--batch-size", 20, "--micro-batch", 3, "--epochs", 4, "--reduce", "tre
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_and_two_ranks_have_the_same_bits(
-    tmp_path: Path, precision: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_one_and_two_ranks_have_the_same_bits(tmp_path: Path, precision: str, record_property: Record) -> None:
     for ranks in (1, 2):
         words = options(TASK, tmp_path / str(ranks), *SHAPE, "--shard", "on", "--precision", precision)
         ended(started(ranks, *words))
@@ -29,13 +24,11 @@ def test_one_and_two_ranks_have_the_same_bits(
 
 @REAL
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_at_the_start_a_gpu_has_a_rank_s_part_and_one_block(
-    tmp_path: Path, ranks: int, record_property: Callable[[str, object], None]
-) -> None:
+def test_at_the_start_a_gpu_has_a_rank_s_part_and_a_block(tmp_path: Path, ranks: int, record_property: Record) -> None:
     found = {}
     for way in ("ours", "before"):
         file = tmp_path / way
-        ended(start(torchrun(ranks, SUPPORT / "division_worker.py", file, way, *shared(ranks))))
+        ended(start(torchrun(ranks, SUPPORT / "memory_worker.py", file, "division", way, *shared(ranks))))
         found[way] = json.loads(file.read_text())
     most = found["ours"]["model"] / ranks + found["ours"]["block"]
     record_property("growth", found["ours"]["growth"])

@@ -22,6 +22,7 @@ from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.seqlock import COMMIT_TIMEOUT, Torn
 from evenkeel.training.staging import Staging
 from evenkeel.training.state import State
+from tests.run.test_checkpoint import same
 from tests.support.gpu import no_waits
 from tests.support.steps import passes
 
@@ -72,16 +73,6 @@ def captured_in_a_thread(state: State, staging: Staging) -> Any:
     assert found, "the capture waits for the stream that hangs"
     print(f"captured in {time.monotonic() - begun:.3f} s")
     return found[0]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned before", "new memory"])
@@ -140,7 +131,7 @@ def test_a_gpu_that_is_only_behind_is_waited_for() -> None:
 def test_the_loss_of_classify_is_that_of_the_cpu_and_the_host_does_not_wait_for_it(options: dict[str, Any]) -> None:
     """Conversion, enlargement, normalisation and mixing are on the device, and their random numbers are not."""
     task = Classify(dropout=0.0, **options)
-    images, labels = (tensor[:16] for tensor in task.train_dataset().tensors)  # type: ignore[attr-defined]
+    images, labels = (tensor[:16] for tensor in task.train_dataset().tensors)
     torch.manual_seed(0)
     model = task.model()
     losses = {}
@@ -201,7 +192,7 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(unused: bool) -> None:
 
     task, plan, device = Task(), Plan(12, 12, 4, epochs=1), torch.device("cuda", 0)
     model = task.model().to(device)
-    images, labels = (tensor[:4].pin_memory() for tensor in task.train_dataset().tensors)  # type: ignore[attr-defined]
+    images, labels = (tensor[:4].pin_memory() for tensor in task.train_dataset().tensors)
     world, batches = World(0, 0, 1, 1, device, launched=False), [Batch(images, labels)] * 3
     state = State(model, [build_optimizer(model.parameters(), Config())])
     gradients = DistributedLoss(task.loss, state, world, plan, Config(reduce="tree"))

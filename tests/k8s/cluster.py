@@ -7,8 +7,6 @@ grace period, SIGKILL). Not emulated: images, users, volumes other than runs/, l
 emptyDir for runs/ is a new folder of app/disks for each pod, which the others do not see.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -36,8 +34,6 @@ UID = dict.fromkeys(("batch.kubernetes.io/controller-uid", "jobset.sigs.k8s.io/j
 
 @dataclass
 class Pod:
-    """A pod, from its creation to its end."""
-
     index: int
     phase: str = "Pending"
     node: int = -1  # of the lab; from when it has a place
@@ -90,7 +86,6 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def until(self, condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
-        """Let the cluster work until something is so."""
         deadline = time.monotonic() + limit
         while not condition():
             logs = "\n".join(f"--- pod {index}\n{self.log(index)[-2500:]}" for index in range(self.spec["completions"]))
@@ -100,8 +95,6 @@ class Cluster:
             self._scheduler()
             self._dns()
             time.sleep(0.1)
-
-    # what people and clusters do
 
     def delete(self, pod: Pod, grace: float | None = None) -> None:
         """`kubectl delete pod`: SIGTERM, and SIGKILL after the grace period."""
@@ -133,8 +126,6 @@ class Cluster:
         """As Kueue does, on a number of pods that may be another."""
         self.spec |= {"suspend": False, "parallelism": nodes, "completions": nodes}
 
-    # who does it
-
     def _kubelet(self) -> None:
         """Notice ends, and end what must end."""
         for pod in self.active.values():
@@ -164,7 +155,6 @@ class Cluster:
                 self.delete(pod)
 
     def _controller(self) -> None:
-        """The Job controller."""
         for pod in self.pods:
             if pod.over and not pod.counted:
                 pod.counted = True

@@ -1,7 +1,5 @@
 """For all tests on nodes that are network namespaces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from evenkeel.cli.chaos.nodes import why_not
 
 REASON = why_not()
-"""Why there can be no nodes here, or None."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

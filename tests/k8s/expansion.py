@@ -6,8 +6,6 @@ $, which allows for escaping the $(VAR_NAME) syntax".
 The rest as in `third_party/forked/golang/expansion/expand.go` of Kubernetes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +14,6 @@ REFERENCE = re.compile(r"\$(?:(\$)|\(([^)]*)\))")
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """One word."""
     return REFERENCE.sub(lambda it: it[1] or variables.get(it[2], it[0]), text)
 
 
@@ -35,5 +32,4 @@ def variables_of(container: Mapping[str, Any], index: int, labels: Mapping[str, 
 
 
 def words_of(container: Mapping[str, Any], variables: Mapping[str, str]) -> list[str]:
-    """The command line of a container."""
     return [expanded(word, variables) for word in (*container["command"], *container["args"])]

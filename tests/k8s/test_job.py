@@ -3,8 +3,6 @@
 No real API server has run it; cluster.py says what is emulated.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -17,29 +15,14 @@ import yaml
 
 from tests.k8s.cluster import Cluster, running
 from tests.support import s3
+from tests.support import small_runs as runs
 from tests.support.processes import LIMIT, TRAIN, environment, read, records, run, wait_until
-from tests.support.small_runs import (
-    PLAN,
-    SAMPLES,
-    SUPPORT,
-    TASK,
-    no_step_is_done_twice,
-    starts,
-    told_step,
-    trained,
-    weights_of,
-)
 
-SHAPE = ["--task", TASK, "--wandb", "disabled", "--epochs", 3, "--batch-size", 12, "--micro-batch", 3]
+SHAPE = ["--task", runs.TASK, "--wandb", "disabled", "--epochs", 3, "--batch-size", 12, "--micro-batch", 3]
 SHAPE += ["--log-every", 1, "--eval-every", 1000, "--checkpoint-every", 0, "--reduce", "tree"]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of a run that nothing happens to, on one rank."""
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    trained(1, [*SHAPE, "--run-dir", run_dir])
-    return weights_of(run_dir)
+undisturbed = runs.weights_undisturbed(1, lambda run_dir: [*SHAPE, "--run-dir", run_dir])
 
 
 class Trial:
@@ -71,9 +54,9 @@ class Trial:
         """Finish: each sample was used once an epoch, no step was done twice, no bit has changed, no pod has failed."""
         self.finish()
         assert self.cluster.failed == 0, [self.cluster.log(index) for index in range(4)]
-        assert read(self.run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
-        assert no_step_is_done_twice(self.run_dir)
-        assert weights_of(self.run_dir) == weights
+        assert read(self.run_dir)["samples_seen"] == runs.PLAN.epochs * runs.SAMPLES
+        assert runs.no_step_is_done_twice(self.run_dir)
+        assert runs.weights_of(self.run_dir) == weights
 
 
 @contextmanager
@@ -127,7 +110,7 @@ def usual(cluster: Cluster) -> None:
         f"--nnodes=2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint={name}-0.{name}:29500"
     )
     container["command"] = ["torchrun", *options.split()]
-    container["args"] = [str(SUPPORT / "stock_loop.py"), "--run-dir", "runs/run", "2", "144", "0.7"]
+    container["args"] = [str(runs.SUPPORT / "stock_loop.py"), "--run-dir", "runs/run", "2", "144", "0.7"]
     del cluster.spec["podFailurePolicy"]
     cluster.dns_lag = 0.0
 
@@ -135,11 +118,11 @@ def usual(cluster: Cluster) -> None:
 def test_the_control_the_usual_manifest_repeats_steps(tmp_path: Path) -> None:
     with trial(tmp_path / "app", "2", 2) as it:
         usual(it.cluster)
-        it.cluster.until(lambda: told_step(it.run_dir) >= 4, "some steps")
+        it.cluster.until(lambda: runs.told_step(it.run_dir) >= 4, "some steps")
         it.cluster.delete(it.cluster.active[1])
         it.cluster.until(lambda: it.cluster.made(1) == 2, "another pod 1")
         it.finish()
-        assert not no_step_is_done_twice(it.run_dir)
+        assert not runs.no_step_is_done_twice(it.run_dir)
         assert it.cluster.failed >= 1, "a deletion counts as a failure"
 
 
@@ -148,7 +131,7 @@ def test_a_pod_is_deleted_another_evicted_and_both_are_made_again(tmp_path: Path
         it.train(2)
         deleted = it.cluster.active[1]
         it.cluster.delete(deleted)
-        it.cluster.until(lambda: len(starts(it.run_dir)) == 2, "another start, with another pod 1")
+        it.cluster.until(lambda: len(runs.starts(it.run_dir)) == 2, "another start, with another pod 1")
         it.train(2)
         assert it.cluster.made(0) == 1, "pod 0 has stayed"
         evicted = it.cluster.active[0]
@@ -159,32 +142,22 @@ def test_a_pod_is_deleted_another_evicted_and_both_are_made_again(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_machine_is_lost_and_its_pod_is_made_again_elsewhere(tmp_path: Path, undisturbed: str) -> None:
-    with trial(tmp_path / "app", "1:3", 3) as it:
-        it.train(3)
-        it.cluster.lose_machine(it.cluster.active[2])
-        it.cluster.until(lambda: it.cluster.made(2) == 2, "another pod 2")
-        it.train(3)
-        it.check(undisturbed)
-        assert it.cluster.made(0) == it.cluster.made(1) == 1
-
-
-@pytest.mark.long
-def test_pod_0_is_lost_and_met_again_under_its_name(tmp_path: Path, undisturbed: str) -> None:
-    """It hosts the rendezvous, so the others end too: they save, and are made again without being counted."""
-    with trial(tmp_path / "app", "2", 2) as it:
-        it.train(2)
-        it.cluster.lose_machine(it.cluster.active[0])
-        it.cluster.until(lambda: it.cluster.made(1) == 2, "another pod 1")
-        it.train(2)
-        it.check(undisturbed)
-        assert it.cluster.made(0) == it.cluster.made(1) == 2
-        assert "node 0 is lost" in it.cluster.log(1)
-
-
-def test_the_machine_of_pod_0_is_lost_for_good_and_it_gets_the_place_of_another(
-    tmp_path: Path, undisturbed: str
+@pytest.mark.parametrize(("nodes", "ranks", "lost", "made"), [("1:3", 3, 2, [1, 1, 2]), ("2", 2, 0, [2, 2])])
+def test_a_machine_is_lost_and_its_pod_is_made_again_elsewhere(
+    tmp_path: Path, undisturbed: str, nodes: str, ranks: int, lost: int, made: list[int]
 ) -> None:
+    """Pod 0 hosts the rendezvous and is met again under its name, so the others end too, without being counted."""
+    with trial(tmp_path / "app", nodes, ranks) as it:
+        it.train(ranks)
+        it.cluster.lose_machine(it.cluster.active[lost])
+        it.cluster.until(lambda: it.cluster.made(ranks - 1) == 2, "another last pod")
+        it.train(ranks)
+        it.check(undisturbed)
+        assert [it.cluster.made(index) for index in range(ranks)] == made
+        assert ("node 0 is lost" in it.cluster.log(1)) == (lost == 0)
+
+
+def test_the_machine_of_pod_0_is_lost_for_good_and_it_gets_another_place(tmp_path: Path, undisturbed: str) -> None:
     """The others end with it. It has waited longest, so it is the first to get a place; one of them stays Pending."""
     with trial(tmp_path / "app", "2:3", 3) as it:
         it.train(3)
@@ -234,7 +207,7 @@ def on_their_own_disks(tmp_path: Path, without_mirror: bool = False) -> Iterator
     with trial(tmp_path / "app", "3", 3, *more, submit=("--secret", "bucket"), change=change) as it:
         bucket = Bucket(it.cluster)
         if without_mirror:
-            it.cluster.until(lambda: told_step(newest_disk(tmp_path / "app")) >= 4, "some steps")
+            it.cluster.until(lambda: runs.told_step(newest_disk(tmp_path / "app")) >= 4, "some steps")
         else:
             it.cluster.until(bucket.steps, "a checkpoint in the bucket")
         for index in (0, 2):
@@ -255,8 +228,8 @@ def test_three_pods_without_a_shared_disk_lose_two_of_their_disks(tmp_path: Path
 @pytest.mark.long
 def test_the_control_without_the_mirror_they_begin_anew(tmp_path: Path, undisturbed: str) -> None:
     with on_their_own_disks(tmp_path, without_mirror=True) as it:
-        assert starts(it.run_dir) == [0], "nothing is left of the first attempt"
-        assert weights_of(it.run_dir) == undisturbed
+        assert runs.starts(it.run_dir) == [0], "nothing is left of the first attempt"
+        assert runs.weights_of(it.run_dir) == undisturbed
 
 
 def as_trainer_does(text: str) -> str:
@@ -291,7 +264,7 @@ def test_one_pod_stays_pending_and_the_job_begins_and_ends_without_it(tmp_path: 
         it.train(3)
         assert it.cluster.active[3].phase == "Pending"
         it.check(undisturbed)
-        assert starts(it.run_dir) == [0]
+        assert runs.starts(it.run_dir) == [0]
 
 
 @pytest.mark.long
@@ -313,10 +286,10 @@ def test_the_job_is_suspended_and_resumed_on_fewer_pods(tmp_path: Path, undistur
         it.cluster.until(lambda: not it.cluster.active, "the end of all pods")
         saved = read(it.run_dir, "status.json")
         assert saved["state"] == "stopped"
-        assert saved["step"] == told_step(it.run_dir) > 0
+        assert saved["step"] == runs.told_step(it.run_dir) > 0
         it.cluster.resume(2)
         it.train(2)
-        assert starts(it.run_dir)[-1] == saved["step"]
+        assert runs.starts(it.run_dir)[-1] == saved["step"]
         it.check(undisturbed)
 
 
@@ -332,13 +305,12 @@ def test_the_time_is_over_and_the_job_is_submitted_again(tmp_path: Path, undistu
     with running(it.manifest.replace("activeDeadlineSeconds: 60", "activeDeadlineSeconds: 6000"), app, 2) as cluster:
         again = Trial(cluster, app, it.manifest)
         again.check(undisturbed)
-    assert starts(it.run_dir) == [0, saved["step"]]
+    assert runs.starts(it.run_dir) == [0, saved["step"]]
 
 
 def test_a_refusal_fails_the_job_at_once(tmp_path: Path) -> None:
-    """Another run is in the folder, which no pod can mend."""
     with trial(tmp_path / "app", "2", 2) as it:
-        trained(1, [*SHAPE, "--run-dir", it.run_dir, "--max-steps", 1, "--seed", 7])
+        runs.trained(1, [*SHAPE, "--run-dir", it.run_dir, "--max-steps", 1, "--seed", 7])
         it.finish("PodFailurePolicy")
         assert it.cluster.made(0) == it.cluster.made(1) == 1, "nothing is made again"
         assert "another run" in it.cluster.log(0) or "--seed" in it.cluster.log(0), it.cluster.log(0)
@@ -349,13 +321,12 @@ def test_a_rank_that_is_killed_starts_again_in_its_pod(tmp_path: Path, undisturb
     with trial(tmp_path / "app", "2", 2) as it:
         it.train(2)
         it.cluster.lab.run(it.cluster.active[1].node, ["pkill", "-KILL", "-x", "trainer"])
-        it.cluster.until(lambda: len(starts(it.run_dir)) == 2, "another start")
+        it.cluster.until(lambda: len(runs.starts(it.run_dir)) == 2, "another start")
         it.check(undisturbed)
         assert len(it.cluster.pods) == 2
 
 
 def test_crashes_are_counted(tmp_path: Path) -> None:
-    """Every rank raises, in every start: a bug."""
     with trial(tmp_path / "app", "1", 1, "--fail-at", 2, submit=("--max-restarts", "0")) as it:
         it.cluster.spec["backoffLimit"] = 1
         it.finish("BackoffLimitExceeded")

@@ -1,7 +1,5 @@
 """How a node's exit code follows from those of its ranks, and what failed first."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

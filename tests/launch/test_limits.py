@@ -1,7 +1,5 @@
 """--time and --mem as people type them for a cluster."""
 
-from __future__ import annotations
-
 import pytest
 
 from evenkeel.common.errors import Refusal

@@ -1,7 +1,5 @@
 """Topology -> command, what the launchers refuse, and single-node runs of real torchrun processes."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

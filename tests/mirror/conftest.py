@@ -1,7 +1,5 @@
 """Short waits for all tests of the mirror that run in one process."""
 
-from __future__ import annotations
-
 import pytest
 
 from evenkeel.mirror import lease

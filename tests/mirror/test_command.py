@@ -1,7 +1,5 @@
 """What commands find in place of a URL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,12 +1,12 @@
-"""Whole checkpoints in a real S3 server, damaged ones, and half ones."""
-
-from __future__ import annotations
+"""Whole checkpoints in a real S3 server, damaged ones, and half ones; and which job may write there."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from evenkeel.common.errors import Refusal
+from evenkeel.mirror import lease
 from evenkeel.mirror.copying import DONE, Copier
+from evenkeel.mirror.lease import NAME, Lease
 from evenkeel.mirror.store import Store
 from evenkeel.run.checkpoint import MANIFEST, Checkpoints, Provenance, load, step_folders, step_of
 from tests.support import s3
@@ -96,9 +98,7 @@ def test_a_manifest_that_is_cut_short_and_a_missing_object_count_as_no_checkpoin
     assert store.fetch_newest(empty) == 1
 
 
-def test_an_upload_that_ends_anywhere_leaves_the_one_before(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_upload_leaves_the_one_before(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request in turn is the one at which the process dies; the control comes next."""
     empty, newest = two(store, tmp_path), saved(tmp_path / "here", 3)
     write = Store.write
@@ -122,9 +122,7 @@ def test_an_upload_that_ends_anywhere_leaves_the_one_before(
     assert store.fetch_newest(empty) == 3
 
 
-def test_the_control_a_plain_put_of_the_folder_leaves_a_half_checkpoint_that_loads(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_control_a_plain_put_mixes_two_steps(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "usual").mkdir()
     for step, name in ((1, "model.pt"), (1, "optimizer.pt")):
         torch.save({"step": step}, folder / name)
@@ -178,8 +176,8 @@ def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, 
         return put(path) if path else listed
 
     if moment == "listed":
-        copies.checkpoints.all = gone  # type: ignore[method-assign]
-    copies.store.put = gone  # type: ignore[method-assign]
+        copies.checkpoints.all = gone
+    copies.store.put = gone
     copies._pass(False)
     assert [*store.manifests()] == [step_of(second)]
 
@@ -199,11 +197,8 @@ def test_a_store_that_is_away_when_the_ranks_end_is_tried_again(
     saved(run_dir / "checkpoints", 1)
     proxy.away()
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(
-        copying(run_dir, grace), env=os.environ | s3.variables(proxy.port), text=True, **pipes
-    ) as process:
-        assert process.stdout
-        assert process.stderr
+    command = copying(run_dir, grace)
+    with subprocess.Popen(command, env=os.environ | s3.variables(proxy.port), text=True, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         print(end=DONE.decode(), file=process.stdin, flush=True)
         assert "the job starts" in process.stderr.readline()
@@ -245,9 +240,7 @@ def test_urls_that_cannot_be_meant(url: str, tmp_path: Path) -> None:
     assert "my-secret" not in str(refused.value)
 
 
-def test_wrong_credentials_are_refused_in_a_line_without_the_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_credentials_are_refused_without_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with s3.served(tmp_path / "log", checks=True) as port:
         for name, value in s3.variables(port).items():
             monkeypatch.setenv(name, value)
@@ -284,3 +277,56 @@ def test_another_run_there_is_refused(store: Store, tmp_path: Path) -> None:
                 copier(store, run, job="same").begin()  # another job would first wait for the lease
         else:
             assert copier(store, run, job="same").begin() == 0
+
+
+def test_a_second_job_is_refused_while_the_first_renews_and_may_come_after_its_death(store: Store) -> None:
+    first, second = Lease(store, "a"), Lease(store, "b")
+    first.acquire()
+    over = threading.Event()
+
+    def live() -> None:
+        while not over.wait(lease.RENEWED):
+            first.renew()
+
+    (alive := threading.Thread(target=live)).start()
+    with pytest.raises(Refusal, match=r"--mirror s3://\S+: a job on \S+ writes there; name another URL"):
+        second.acquire()
+    over.set()
+    alive.join()
+    second.acquire()
+    assert second.mine
+    with pytest.raises(Refusal):
+        first.renew()
+    assert not first.mine
+    first.release()
+    assert json.loads(store.read(NAME) or b"")["run"] == "b"
+
+
+def test_a_restart_of_the_same_job_does_not_wait(store: Store) -> None:
+    Lease(store, "a").acquire()
+    began = time.monotonic()
+    Lease(store, "a").acquire()
+    assert time.monotonic() - began < lease.PATIENCE
+
+
+def test_of_two_that_begin_at_once_one_gets_it(store: Store) -> None:
+    both, refused = [Lease(store, "a"), Lease(store, "b")], list[Refusal]()
+
+    def take(one: Lease) -> None:
+        try:
+            one.acquire()
+        except Refusal as refusal:
+            refused.append(refusal)
+
+    threads = [threading.Thread(target=take, args=(one,)) for one in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [sum(one.mine for one in both), len(refused)] == [1, 1]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": "a"}'])
+def test_a_lease_that_was_cut_short_is_none(content: bytes, store: Store) -> None:
+    store.write(NAME, content)
+    Lease(store, "b").acquire()

@@ -1,21 +1,18 @@
 """`audit` of a run: an honest one passes, and each forgery is named."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evenkeel.run.chain import chained
 from tests.support.components import has
-from tests.support.processes import ROOT, TRAIN, bytes_of, fork_ranks, records, run_forked
-from tests.support.small_runs import finish_all, options, signal_ranks_at
+from tests.support.processes import ROOT, TRAIN, bytes_of, finish_all, fork_ranks, records, run_forked
+from tests.support.small_runs import options, signal_ranks_at
 
 TASK = f"{ROOT / 'tests' / 'time_travel' / 'part_task.py'}:Parting"
 SHAPE = "--batch-size", 10, "--micro-batch", 4, "--epochs", 2, "--reduce", "tree", "--log-every", 1, "--keep-every", 8
@@ -35,7 +32,7 @@ def wrong(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.startswith("       ")]
 
 
-def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], object], rechain: bool = False) -> None:
+def rewrite(run: Path, change: Callable[[list[dict]], object], rechain: bool = False) -> None:
     """Change the lines of metrics.jsonl; with `rechain` as a forger does who computes the chain again."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     change(lines)
@@ -46,7 +43,7 @@ def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], object], rechain
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def of_step(lines: list[dict[str, Any]], step: int) -> dict[str, Any]:
+def of_step(lines: list[dict], step: int) -> dict:
     return next(it for it in lines if it["kind"] == "digest" and it["step"] == step)
 
 
@@ -108,7 +105,7 @@ def test_an_edited_line(run: Path) -> None:
 
 
 def test_an_edited_loss(run: Path) -> None:
-    def flatter(lines: list[dict[str, Any]]) -> None:
+    def flatter(lines: list[dict]) -> None:
         next(it for it in reversed(lines) if it["kind"] == "train" and it["step"] == 35)["train/loss"] = 0.1
 
     rewrite(run, flatter)
@@ -158,7 +155,7 @@ def test_another_learning_rate(run: Path, tmp_path: Path) -> None:
     assert found[0].startswith("step 1 was trained with other options than config.toml has")
     theirs = records(tmp_path / "b", "digest")[0]["options"]
 
-    def claim(lines: list[dict[str, Any]]) -> None:
+    def claim(lines: list[dict]) -> None:
         for it in lines:
             if it["kind"] == "digest":
                 it["options"] = theirs

@@ -1,7 +1,5 @@
 """What needs no measurement of benchmarks: the decision of `make bench-smoke`, and that each one runs."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,18 +1,15 @@
 """`bisect` of two runs that should be the same: the step, the tensor and the operation at which they part."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evenkeel.data.sampler import ElasticSampler
-from tests.support.processes import ROOT, TRAIN, bytes_of, fork_ranks, records, run_forked
-from tests.support.small_runs import finish_all, options, signal_ranks_at
+from tests.support.processes import ROOT, TRAIN, bytes_of, finish_all, fork_ranks, records, run_forked
+from tests.support.small_runs import options, signal_ranks_at
 from tests.time_travel.part_task import RARE
 
 TASK = f"{ROOT / 'tests' / 'time_travel' / 'part_task.py'}:Parting"
@@ -24,10 +21,9 @@ def job(folder: Path, name: str, *more: object) -> list[str]:
     return options(TASK, folder / name, *SHAPE, "--keep-every", 8, *more)
 
 
-def bisect(a: Path, b: Path, *more: object, expect: int = 1) -> dict[str, Any]:
+def bisect(a: Path, b: Path, *more: object, expect: int = 1) -> dict:
     done = run_forked("-m", "evenkeel", "bisect", a, b, "--json", *more, expect=expect)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def rare_step() -> int:
@@ -73,7 +69,6 @@ def test_another_option_is_found_at_the_step_and_operation_where_it_first_counts
 
 
 def test_equal_runs_need_one_comparison(usual: Path, tmp_path: Path) -> None:
-    """One of them has been killed on three ranks and ended on two."""
     ranks = fork_ranks(3, TRAIN, *job(tmp_path, "b", "--keeper", "off"))
     signal_ranks_at(5, tmp_path / "b", ranks, signal.SIGKILL)
     finish_all(fork_ranks(2, TRAIN, *job(tmp_path, "b")))

@@ -1,7 +1,5 @@
 """Chaos as a user types it, on a small run: what happens to the job, to the disk, and to the processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -23,15 +21,9 @@ from tests.support.chaos import (
     wait_until_nothing_runs,
 )
 from tests.support.processes import TRAIN, checked, finish, read, records, run, start, stop, torchrun, wait_until
-from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, trained, weights_of
+from tests.support.small_runs import PLAN, SAMPLES, job, saved_step, told_step, trained, weights_of, weights_undisturbed
 
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """sha256 of the weights of an undisturbed run on two ranks."""
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    trained(2, job(run_dir))
-    return weights_of(run_dir)
+weights = weights_undisturbed(2, job)
 
 
 def test_a_few_faults_of_all_kinds_change_no_bit_and_leave_no_process(tmp_path: Path, weights: str) -> None:

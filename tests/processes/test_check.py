@@ -1,7 +1,5 @@
 """`evenkeel check` on real tasks: one mistake each, found in its row with its line; and good ones, which pass."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,7 +14,7 @@ from evenkeel.cli.check.rows import FAILED, PASSED, UNCHECKED, Row
 from evenkeel.cli.check.verdicts import of_probes
 from evenkeel.testing import check
 from tests.support.chaos import still_running, wait_until_nothing_runs
-from tests.support.processes import ROOT, TRAIN, checked, finish, fork, start, wait_until
+from tests.support.processes import ROOT, TRAIN, checked, finish, finish_all, fork, rank_variables, start, wait_until
 
 BAD = ROOT / "tests" / "support" / "bad_tasks.py"
 
@@ -31,16 +29,13 @@ def guilty(task: str) -> int:
 
 def rows_of(task: str, folder: Path, *options: str) -> dict[str, Row]:
     """The rows about a task that need no jobs."""
-    started = []
-    for rank in range(3):
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-        words = ["-m", "evenkeel.cli.check.probe", folder / f"{rank}.json", "--task", task, "--max-steps", 12, *options]
-        started.append(fork(*words, env=env))
-    for process in started:
-        checked(finish(process), 0)
-    return {
-        row.name: row for row in of_probes([json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)])
-    }
+    words = ["--task", task, "--max-steps", 12, *options]
+    ranks = enumerate(rank_variables(3))
+    finish_all(
+        [fork("-m", "evenkeel.cli.check.probe", folder / f"{rank}.json", *words, env=env) for rank, env in ranks]
+    )
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+    return {row.name: row for row in of_probes(found)}
 
 
 @pytest.mark.parametrize(
@@ -62,14 +57,17 @@ def test_a_mistake_is_in_its_row_with_its_line(task: str, row: str, tmp_path: Pa
 
 
 def test_what_the_jobs_would_refuse_is_refused_before_them(tmp_path: Path) -> None:
-    """A batch above the data, and a task that pyproject.toml names and that does not exist."""
     words = ["-m", "evenkeel", "check", "--script", str(TRAIN), "--keep", str(tmp_path / "jobs")]
     done = checked(finish(fork(*words, "--task", "regress", "--", "--batch-size", "100000")), 2)
     *_, line = done.stderr.splitlines()
-    assert re.fullmatch(
-        r"evenkeel: --batch-size 100000: the training data has only \d+ samples; use at most that", line
-    )
+    begin, end = "evenkeel: --batch-size 100000: the training data has only ", " samples; use at most that"
+    assert re.fullmatch(rf"{begin}\d+{end}", line)
     assert not [path for path in (tmp_path / "jobs").iterdir() if path.is_dir()], "no job has begun"
+    done = checked(
+        finish(start([sys.executable, *words[:-2], "--task", "none.py:None"], env={"TMPDIR": str(tmp_path)})), 2
+    )
+    assert done.stderr.splitlines()[-1] == "evenkeel: --task none.py:None: no file none.py"
+    assert not [*tmp_path.glob("evenkeel-check-*")]
     (tmp_path / "pyproject.toml").write_text('[tool.evenkeel]\ntask = "evenkeel.tasks:Gone"\n')
     done = checked(finish(start([sys.executable, *words[:-1], str(tmp_path / "more")], cwd=tmp_path)), 2)
     *_, line = done.stderr.splitlines()
@@ -132,16 +130,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     wait_until(lambda: any(str(run_dir) in line for line in still_running(Path(f"--run-dir={run_dir}"))), "a rank")
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) == 128 + signal.SIGINT
-    assert process.stdout
     table = process.stdout.read()
     assert re.search(r"^same seed, same loss +passed", table, re.M), "what is known is printed"
     assert re.search(r"^bits, 1-3 ranks +not checked .*: interrupted$", table, re.M)
     wait_until_nothing_runs(Path(f"--run-dir={run_dir}"))
-    assert not [*tmp_path.glob("evenkeel-check-*")]
-
-
-def test_bad_input_is_refused_in_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "evenkeel", "check", "--task", "none.py:None", "--script", str(TRAIN)]
-    done = checked(finish(start(command, env={"TMPDIR": str(tmp_path)})), 2)
-    assert done.stderr.splitlines()[-1] == "evenkeel: --task none.py:None: no file none.py"
     assert not [*tmp_path.glob("evenkeel-check-*")]

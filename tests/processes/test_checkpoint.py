@@ -1,7 +1,5 @@
 """The state on disk: whole or absent, whatever happens while it is written."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

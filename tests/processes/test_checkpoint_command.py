@@ -1,7 +1,5 @@
 """`python -m evenkeel checkpoint` as a user types it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -14,7 +12,6 @@ from tests.support.small_runs import job, stop_at, weights_of
 
 
 def test_a_real_run_that_was_stopped_and_has_finished(tmp_path: Path) -> None:
-    """Its stop is a snapshot, its end a checkpoint, and what is exported is what it says it has trained."""
     run_dir, model = tmp_path / "run", tmp_path / "model.pt"
     command = [TRAIN, *job(run_dir, "--checkpoint-every", 0, "--pause", 0.05, "--keep", 5)]
     stop_at(run_dir, 3, fork(*command))

@@ -1,7 +1,5 @@
 """The command line: what it understands, and that a refusal is one line, exit code 2, and nothing touched."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -20,21 +18,18 @@ from tests.tasks.test_command_line import (
 )
 
 
-@pytest.mark.parametrize(
-    ("refusing", "more", "code"), [("01", [], -REFUSAL), ("1", [], -REFUSAL), ("01", ["--tee=3"], 1)]
-)
-def test_a_refusal_leaves_no_worker_whoever_refuses(tmp_path: Path, refusing: str, more: list[str], code: int) -> None:
+@pytest.mark.parametrize(("who", "more", "code"), [("01", [], -REFUSAL), ("1", [], -REFUSAL), ("01", ["--tee=3"], 1)])
+def test_a_refusal_leaves_no_worker_whoever_refuses(tmp_path: Path, who: str, more: list[str], code: int) -> None:
     """And its line comes once, also through a torchrun that keeps stderr."""
     (tmp_path / "job.py").write_text(REFUSER)
     (out := tmp_path / "out").mkdir()
-    done = run(torchrun(2, *more, tmp_path / "job.py", refusing, restarts=3), env={"OUT": str(out)}, expect=code)
+    done = run(torchrun(2, *more, tmp_path / "job.py", who, restarts=3), env={"OUT": str(out)}, expect=code)
     assert done.stderr.count("evenkeel: no\n") == 1
     assert more or (done.stdout, done.stderr) == ("", "evenkeel: no\n")
     processes.wait_until_gone(once(out), limit=5)
 
 
 def test_a_refusal_spares_what_the_shell_before_torchrun_has_started(tmp_path: Path) -> None:
-    """A monitor, say; it has become a child of torchrun's by `exec`."""
     job = torchrun(2, TRAIN, "--task=nonsense", restarts=3)
     process = start(["sh", "-c", 'sleep 60 > /dev/null 2>&1 & echo $!; exec "$@"', "sh", *job])
     monitor = int(process.stdout.readline())

@@ -1,7 +1,5 @@
 """`python -m evenkeel compare`: equal runs, runs that part, and what made them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`--compile` and `--channels-last`: the same bits through kills and resumes, and a start that calls no compiler."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -38,7 +36,6 @@ def compiled_files(folder: Path) -> int:
 @needs.sharding
 @pytest.mark.slow
 def test_with_shards_blocks_are_compiled_and_the_bits_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """One process and two ranks compile, each for itself."""
     shape = "--epochs 2 --batch-size 18 --drop-last --micro-batch 3 --reduce tree --shard on --ema 0.9 --log-every 1"
     sharded = runs.job_of("sharded_task.py:Predicted", shape)
     for name, ranks, more in (("one", 1, ["--compile"]), ("two", 2, ["--compile"]), ("eager", 2, [])):
@@ -101,7 +98,7 @@ def test_channels_last_killed_and_resumed_on_other_numbers_of_ranks_the_bits_are
     for ranks, number in ((2, signal.SIGKILL), (0, signal.SIGTERM), (4, signal.SIGKILL)):
         before = saved_step(run_dir)
         started = fork_ranks(ranks, *command, "--run-dir", run_dir)
-        wait_until(lambda before=before: saved_step(run_dir) > before, "a checkpoint")  # type: ignore[misc]
+        wait_until(lambda before=before: saved_step(run_dir) > before, "a checkpoint")
         runs.signal_ranks(started, number)
     finish_all(fork_ranks(3, *command, "--run-dir", run_dir))
     assert weights_of(run_dir) == weights_of(undisturbed)

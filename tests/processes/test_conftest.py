@@ -1,7 +1,5 @@
 """What a machine lacks: a test that needs it is skipped with the reason, and in CI, which has everything, fails."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The main process of a container, run here without a container: signals, orphans, exit codes, refusals."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -12,7 +10,7 @@ from evenkeel.common.errors import REFUSED
 from evenkeel.launch.agent import KILLED
 from evenkeel.resilience.heartbeat import check
 from evenkeel.resilience.interruption import STOPPED
-from tests.launch.docker.test_container import container
+from tests.launch.docker.test_docker_run import container
 from tests.support.processes import checked, finish, read, stop, wait_beside
 from tests.support.small_runs import PLAN, children, job, saved_step, starts, the_line, wait_for_step
 

@@ -1,7 +1,5 @@
 """The default cut of a step: as few micro-batches as keep all ranks at work, decided once and recorded."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """`--strategy dp`: uneven shares of a micro-batch in one process have the result of DDP."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The live line, on a real terminal."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import re
@@ -92,9 +90,7 @@ def test_a_stop_shows_at_which_step_also_on_a_terminal_that_has_become_narrow(tm
         terminal.read_until(r"step 2/460 ")
         terminal.resize(66)
         terminal.output = ""
-        terminal.read_until(
-            r"step \d+/460 \S+ training  ETA [\d:]+  [\d,]+ samples/s *step"
-        )  # with which the next begins
+        terminal.read_until(r"step \d+/460 \S+ training  ETA [\d:]+  [\d,]+ samples/s *step")  # the next
         assert max(map(len, drawn(terminal))) <= 66
         terminal.resize(160)
         terminal.press_ctrl_c()

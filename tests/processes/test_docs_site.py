@@ -1,7 +1,5 @@
 """`make docs`: each page is in the site, with its pictures and searchable; a dead link or anchor is an error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,31 +1,27 @@
 """`python -m evenkeel doctor` on real ranks: a healthy job, and faults that it must find."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT, rank_variables, read, run, torchrun
+from tests.support.processes import ROOT, Done, rank_variables, read, run, torchrun
 
 DOCTOR = ["-m", "evenkeel", "doctor", "--json", "--timeout", "60"]
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+def told(done: Done) -> dict:
     """The findings by name, the worst of each name last."""
     found = json.loads(done.stdout)["findings"]
     return {it["name"]: it for it in sorted(found, key=lambda it: ["OK", "WARN", "FAIL"].index(it["level"]))}
 
 
-def failures(done: subprocess.CompletedProcess[str]) -> list[str]:
+def failures(done: Done) -> list[str]:
     return [name for name, it in told(done).items() if it["level"] == "FAIL"]
 
 

@@ -1,18 +1,18 @@
-"""The examples: loops of their own from the names that train.py uses, and every promise holds for them."""
-
-from __future__ import annotations
+"""The examples: loops and tasks of their own from the names that train.py uses, and every promise holds for them."""
 
 import difflib
+import random
 import signal
 import subprocess
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import needs
 from tests.support.processes import ROOT, TRAIN, finish, finish_all, fork, fork_ranks, rank_variables, read, records
-from tests.support.small_runs import signal_ranks_at
+from tests.support.small_runs import model_of, options, signal_ranks_at, trained, weights_of
 
 GAN = ROOT / "examples" / "gan.py"
 GPT = ROOT / "examples" / "nanogpt.py"
@@ -81,3 +81,39 @@ def test_nanogpt_takes_twenty_lines() -> None:
     assert sum(line.startswith("+") and len(line) > 1 for line in difference) <= 20
     shown = (ROOT / "docs" / "nanogpt.md").read_text()
     assert "\n".join(difference) in shown
+
+
+TIMM = f"{ROOT / 'examples' / 'vit_of_timm.py'}:Timm"
+BERT = f"{ROOT / 'examples' / 'bert_of_transformers.py'}:Bert"
+LORA = ["--lora", 4]
+
+
+def job(task: str, run_dir: Path, steps: int, *more: object) -> list[str]:
+    shape = ["--batch-size", 12, "--micro-batch", 4, "--max-steps", steps, "--eval-every", 100, "--log-every", 1]
+    return options(task, run_dir, *shape, "--reduce", "tree", "--lr", 2e-3, *more)
+
+
+@pytest.mark.parametrize(("task", "more"), [(TIMM, []), (BERT, []), (BERT, LORA)], ids=["timm", "bert", "lora"])
+def test_a_kill_and_other_ranks_change_no_bit(task: str, more: list[object], tmp_path: Path, run_dir: Path) -> None:
+    """With stochastic depth, dropout, layer decay and frozen weights among them."""
+    undisturbed = fork_ranks(0, TRAIN, *job(task, tmp_path / "one", 9, *more))
+    without = ["--keeper", "off", "--checkpoint-every", 0]
+    killed = fork_ranks(2, TRAIN, *job(task, run_dir, 9, *more, *without))
+    come = kill(killed, run_dir, random.randint(1, 5), signal.SIGKILL)
+    trained(0, job(task, run_dir, 9, *more))
+    finish_all(undisturbed)
+    assert records(run_dir, "start")[1]["step"] == come > 0
+    assert read(run_dir)["world_sizes"] == [2, 1]
+    assert weights_of(run_dir) == weights_of(tmp_path / "one")
+
+
+def test_lora_learns_its_adapters_and_the_last_layer_alone(tmp_path: Path) -> None:
+    learned = {}
+    for name, more in (("lora", LORA), ("all", [])):
+        for steps in (1, 3):
+            trained(2, job(BERT, tmp_path / f"{name}-{steps}", steps, *more))
+        before, after = (model_of(tmp_path / f"{name}-{steps}") for steps in (1, 3))
+        learned[name] = {key for key in before if not torch.equal(before[key], after[key])}
+    assert learned["lora"]
+    assert all("lora_" in key or "classifier.modules_to_save" in key for key in learned["lora"]), learned["lora"]
+    assert any("embeddings" in key for key in learned["all"]), "the control: without LoRA all weights learn"

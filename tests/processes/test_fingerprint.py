@@ -1,7 +1,5 @@
 """What a run on another machine says and does."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`python -m evenkeel follow` of real runs without Slurm: at work, finished, stopped, killed."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

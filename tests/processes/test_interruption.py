@@ -1,7 +1,5 @@
 """Every ending: what a killed, stopped, frozen or orphaned job leaves, and how it goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -33,7 +31,6 @@ def test_a_job_by_nohup_outlives_its_terminal_and_the_reader_of_its_output(tmp_p
     command = ["launch/single_node.py", "-g", ranks, "--"] if ranks else [TRAIN]
     process = start(["nohup", sys.executable, *command, *options])
     wait_for_step(run_dir, 2, process)
-    assert process.stdout
     process.stdout.close()
     for pid in (process.pid, *workers_of(process).values()):
         os.kill(pid, signal.SIGHUP)  # as a shell does to all processes of its jobs
@@ -131,11 +128,9 @@ def test_a_snapshot_on_a_full_disk_costs_itself_and_not_the_checkpoint_before(tm
 
 def fill(file: IO[bytes]) -> None:
     """Write until the disk is full."""
-    try:
+    with contextlib.suppress(OSError):
         while file.write(bytes(4096)):
             pass
-    except OSError:
-        return
 
 
 def test_a_stop_needs_no_other_rank(run_dir: Path) -> None:
@@ -219,9 +214,7 @@ def test_a_second_ctrl_c_exits_at_once_and_one_delivered_twice_saves(run_dir: Pa
 
 
 def test_attempts_that_die_before_their_first_step_stop_after_three(run_dir: Path) -> None:
-    task = runs.own_task(
-        run_dir.parent, "def loss(self, model, batch):\n    raise ConnectionError('no route to the data')"
-    )
+    task = runs.own_task(run_dir.parent, "def loss(self, *_):\n    raise ConnectionError('no route to the data')")
     done = run(torchrun(1, TRAIN, *job(run_dir, "--task", task), restarts=4), env=runs.OWN, expect=1)
     status = read(run_dir, "status.json")
     assert status["state"] == "failed"

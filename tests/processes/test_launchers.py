@@ -1,24 +1,20 @@
 """Launchers with real torchrun processes on one node: what workers get, signals, restarts and exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evenkeel.common.processes import count_cores
 from evenkeel.resilience.interruption import STOPPED
 from tests.launch.test_topology import REPOSITORY, SINGLE
-from tests.support.processes import checked, finish, free_port, run, running, start, stop, wait_until
+from tests.support.processes import Done, Process, checked, finish, free_port, run, running, start, stop, wait_until
 
 REPORTER = """
 import json, os, sys
@@ -70,13 +66,13 @@ class Launched:
         unset = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
         self.env = {**dict.fromkeys(unset), "OUT": str(folder), "CUDA_VISIBLE_DEVICES": "", **environ}
 
-    def run(self, argv: Sequence[object] = (), expect: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(self, argv: Sequence[object] = (), expect: int = 0) -> Done:
         return run(argv or self.argv, env=self.env, expect=expect)
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self) -> Process:
         return start(self.argv, env=self.env)
 
-    def reports(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[dict]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
 
     def pids(self, number: int) -> list[int]:

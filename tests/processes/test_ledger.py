@@ -1,7 +1,5 @@
 """Every second of a run has an account."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

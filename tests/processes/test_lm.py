@@ -1,7 +1,5 @@
 """The task `lm` and `evenkeel sample`, by real processes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +30,6 @@ def sample(*arguments: object, expect: int = 0) -> str:
 
 def test_it_learns_and_counts_tokens(trained: Path) -> None:
     metrics = read(trained)["metrics"]
-    print(f"{metrics['test/bits_per_byte']:.3f} bits per byte; untrained {math.log2(257):.3f}")
     assert metrics["test/bits_per_byte"] < 4, "bytes without their neighbours have 4.4"
     assert metrics["validation/perplexity"] == pytest.approx(math.exp(metrics["validation/loss"]))
     assert records(trained, "train")[-1]["train/tokens_per_s"] > 0

@@ -1,7 +1,5 @@
 """No sample skipped, none seen twice, whatever the ranks do: the sampler, and the batches behind it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -41,14 +39,9 @@ if __name__ == "__main__":
 def test_workers_ignore_signals_and_end_with_a_failing_parent(tmp_path: Path, start_method: str, threads: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    process = subprocess.Popen(
-        [sys.executable, script, start_method],
-        env=os.environ | {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = os.environ | {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, script, start_method], env=env, text=True, **pipes)
     try:
         worker = int(process.stdout.readline())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):

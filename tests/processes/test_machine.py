@@ -1,21 +1,26 @@
-"""How many CPU threads a rank has where no option says it, and its devices: what is said of them, who asks for them."""
+"""What a rank has of its machine: CPU threads, devices, and the memory that its steps have freed."""
 
-from __future__ import annotations
-
+import os
 import re
+import resource
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from evenkeel.common.processes import count_cores
 from evenkeel.distributed.devices import describe
+from evenkeel.training.staging import Staging
+from evenkeel.training.state import State
 from tests.distributed.test_devices import CPU, gpu
 from tests.processes.test_old_runs import OPTIONS
 from tests.support.processes import TRAIN, checked, finish, read, run, run_forked, start, torchrun
 from tests.support.small_runs import OLD_RUNS, job
+from tests.training.test_staging import CPU
 
 PROGRAM = """
 import os
@@ -81,3 +86,64 @@ def test_a_keeper_asks_no_driver_of_gpus_which_its_forks_could_not_use_then(tmp_
     asked = {int(pid) for pid, _, by in loaded if not re.search("libcublas|libcusparse", by)}
     assert len(asked) == 1, "the control: the trainer does ask"
     assert process.pid not in asked
+
+
+STEPS = """
+import resource, sys, torch
+from evenkeel.common.memory import keep_freed_memory
+torch.set_num_threads(1)
+if sys.argv[1] == "ours":
+    print(keep_freed_memory())
+# above 32 MiB: glibc raises its own threshold up to there, by what has been freed before
+inputs = torch.ones(12 << 20)
+def step():
+    (inputs * 2).sum()
+for _ in range(20):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+"""
+
+
+def steps(side: str, **environment: str) -> list[str]:
+    """What the program prints, the page faults of a step last."""
+    clean = dict.fromkeys(name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_")))
+    return run([sys.executable, "-c", STEPS, side], env={**clean, **environment}).stdout.split()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(os, "confstr"), reason="needs glibc")
+def test_a_step_asks_the_kernel_for_few_pages_and_without_it_for_thousands() -> None:
+    said, faults = steps("ours")
+    assert said == "True"
+    theirs = int(steps("theirs")[0])
+    assert theirs > 1000
+    assert int(faults) < theirs / 3
+
+
+def test_what_the_environment_says_stays() -> None:
+    assert steps("ours", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
+
+
+def page_faults(work: Any) -> int:
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    kept = work()
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    del kept
+    return faults
+
+
+def test_only_the_first_copy_asks_the_kernel_for_memory() -> None:
+    """And the control: a copy into new memory asks each time, which takes longer than copying. In a process where no
+    test before has had freed memory kept."""
+    run([sys.executable, "-c", "from tests.processes.test_machine import compare_page_faults as it; it()"])
+
+
+def compare_page_faults() -> None:
+    state = State(nn.Linear(4000, 4000), [])  # too much for malloc to keep when it is freed
+    staging = Staging(CPU)
+    state.capture(staging=staging)
+    for _ in range(3):
+        again, new = page_faults(lambda: state.capture(staging=staging)), page_faults(state.capture)
+        assert 5 * again < new

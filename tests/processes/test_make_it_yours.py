@@ -1,8 +1,6 @@
 """tools/make_it_yours.py: a copy by another name and without optional components trains, continues and passes its
 tests; a failure changes nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -109,7 +107,7 @@ def in_the_way(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(("trouble", "said"), [(locked, "index.lock"), (in_the_way, "Not a directory")])
-def test_a_failure_in_the_middle_changes_nothing(trouble, said: str, copy: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_failure_in_the_middle_changes_nothing(trouble, said: str, copy: Path) -> None:
     trouble(copy)
     before = state(copy)
     line = refusal(copy, "mytrainer", "--without", *components())

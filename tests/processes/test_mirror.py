@@ -1,8 +1,5 @@
 """Real jobs with `--mirror` that lose disks, and their store: they go on from the newest whole checkpoint."""
 
-from __future__ import annotations
-
-import os
 import re
 import shutil
 import signal
@@ -18,7 +15,16 @@ import pytest
 from tests.support import needs, s3
 from tests.support.processes import ROOT, TRAIN, evenkeel, finish, free_port, run, start, wait_beside, wait_until
 from tests.support.s3 import port  # noqa: F401  (a fixture)
-from tests.support.small_runs import children, job, options, starts, told_step, trained, weights_of
+from tests.support.small_runs import (
+    children,
+    job,
+    kill_workers_and_agent,
+    options,
+    starts,
+    told_step,
+    trained,
+    weights_of,
+)
 
 STEPS = 27
 
@@ -56,24 +62,14 @@ def copier_of(process: subprocess.Popen[str]) -> int:
     return int(pid)
 
 
-def lose(process: subprocess.Popen[str]) -> None:
-    """A machine that goes: all its processes at once."""
-    for pid in children(process.pid):
-        os.killpg(pid, signal.SIGKILL)
-    process.kill()
-    process.communicate()
-
-
-def test_a_job_that_lost_its_disk_in_the_middle_of_an_upload_goes_on_from_the_whole_one_before(
-    port: int, tmp_path: Path, undisturbed: str
-) -> None:
+def test_a_job_that_lost_its_disk_goes_on_from_the_whole_upload(port: int, tmp_path: Path, undisturbed: str) -> None:
     url, proxy, run_dir = s3.new_url(), s3.Proxy(port), tmp_path / "run"
     process = launched(proxy, *words(run_dir, url))
     wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
     proxy.limit = 3000  # less than state.pt
     wait_beside(process, proxy.stopped.is_set, "an upload that hangs")
     copier_of(process)
-    lose(process)
+    kill_workers_and_agent(process)
     shutil.rmtree(run_dir)
     whole = steps_in(port, url)[-1]
     done = finish(launched(port, *words(run_dir, url)))
@@ -101,9 +97,7 @@ def test_a_store_that_is_away_for_a_while_delays_nothing(port: int, tmp_path: Pa
     proxy.back()
     done = finish(process)
     assert done.returncode == 0, done.stderr
-    assert re.search(rf"{url}: is away: .*; the job goes on, .*\n.*{url}: can be reached again", done.stderr), (
-        done.stderr
-    )
+    assert re.search(rf"{url}: is away: .*; the job goes on, .*\n.*{url}: can be reached again", done.stderr)
     assert steps_in(port, url)[-1] == STEPS
     assert weights_of(run_dir) == undisturbed
 
@@ -144,7 +138,7 @@ def test_three_nodes_lose_two_of_their_disks(port: int, tmp_path: Path, undistur
     first = nodes()
     wait_beside(first[0], lambda: steps_in(port, url), "a checkpoint there")
     for process in first:
-        lose(process)
+        kill_workers_and_agent(process)
     whole = steps_in(port, url)[-1]
     full = [disk for disk in disks if [*disk.glob("checkpoints/step-*")]]
     for disk in [*full, *(disk for disk in disks if disk not in full)][:2]:
@@ -157,10 +151,7 @@ def test_three_nodes_lose_two_of_their_disks(port: int, tmp_path: Path, undistur
 
 
 @needs.sharding
-def test_a_sharded_run_goes_on_from_the_newest_checkpoint_of_which_no_rank_has_a_damaged_file(
-    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two nodes with one disk, which is lost with both."""
+def test_a_sharded_run_passes_over_damaged_files(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pausing = f"{ROOT / 'tests' / 'support' / 'struck_task.py'}:Struck"
 
     def words(run_dir: Path, *more: object) -> list[str]:
@@ -178,7 +169,7 @@ def test_a_sharded_run_goes_on_from_the_newest_checkpoint_of_which_no_rank_has_a
     first = nodes(run_dir, url)
     wait_beside(first[0], lambda: len(steps_in(port, url)) >= 2, "two checkpoints there")
     for process in first:
-        lose(process)
+        kill_workers_and_agent(process)
     shutil.rmtree(run_dir)
     *_, whole, damaged = steps_in(port, url)
     fs = fsspec.filesystem("s3", **s3.options(port), use_listings_cache=False, skip_instance_cache=True)
@@ -212,8 +203,7 @@ def test_a_second_job_is_refused_in_a_line_and_so_is_bare_torchrun(port: int, tm
     assert line.endswith("writes there; name another URL")
     assert not (tmp_path / "other").exists()
     alone = run([sys.executable, TRAIN, *other], env=env, expect=2)
-    assert alone.stderr.startswith(
-        "evenkeel: --mirror: no process copies the checkpoints; start by launch/single_node.py"
-    )
+    line = "evenkeel: --mirror: no process copies the checkpoints; start by launch/single_node.py"
+    assert alone.stderr.startswith(line)
     process.send_signal(signal.SIGTERM)
     finish(process)

@@ -1,7 +1,5 @@
 """A thin project with a wheel of this checkout: its two commands, torchrun, its launchers, and the commands."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -19,7 +17,7 @@ from tests.support.thin import OFFLINE, borrow, make, make_foreign_wheel, make_w
 
 pytestmark = [needs.tools("git", "make"), needs_all_components, pytest.mark.timeout(1800)]
 
-BARE: str = sys._base_executable  # type: ignore[attr-defined]
+BARE: str = sys._base_executable
 """The Python of which the environment of these tests is made, and which lacks the package."""
 
 PROJECTS = {"tide": ("classify", ["slurm", "docker", "k8s"]), "reef": ("lm", ["slurm"]), "fell": ("empty", [])}
@@ -61,19 +59,15 @@ def made(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.T
 
 
 def test_make_train(made: Made) -> None:
-    """The first command; what it has installed is the wheel."""
     make(made.folder, "train", "ARGS=--max-steps 3 --wandb disabled --schedule constant")
     kind = project.TASKS[PROJECTS[made.name][0]]
     summary = read(made.folder / "runs" / kind)
     assert (summary["state"], summary["step"], summary["world_sizes"]) == ("finished", 3, [2])
-    where = run(
-        [str(made.folder / ".venv/bin/python"), "-c", "import evenkeel; print(evenkeel.__file__)"], cwd=made.folder
-    )
-    assert where.stdout.startswith(str(made.folder / ".venv")), "the control: it is not this checkout's"
+    where = made("python -c print(__import__('evenkeel').__file__)")
+    assert where.startswith(str(made.folder / ".venv")), "the control: it is not this checkout's"
 
 
 def test_the_control_by_its_name_pip_takes_the_package_of_an_index(made: Made) -> None:
-    """In place of the wheel by its path."""
     words = ["-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-"]
     env = {**OFFLINE, "PIP_FIND_LINKS": str(made.folder.parent / "index")}
     named = [*words, "--find-links", "wheels", "evenkeel"]
@@ -82,7 +76,6 @@ def test_the_control_by_its_name_pip_takes_the_package_of_an_index(made: Made) -
 
 
 def test_make_test_and_make_lint(made: Made) -> None:
-    """Its own tests, ruff, and a strict mypy."""
     assert "1 passed" in make(made.folder, "test")
     assert "Success: no issues found" in make(made.folder, "lint")
     task = made.folder / made.name / "task.py"
@@ -100,7 +93,6 @@ def test_make_test_and_make_lint(made: Made) -> None:
 
 
 def test_the_readmes_example_passes_make_lint_as_it_stands(made: Made) -> None:
-    """As a file beside train.py, and in place of the project's own task."""
     (example,) = re.findall(r"```python\n# my_job.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     task, job = made.folder / made.name / "task.py", made.folder / "my_job.py"
     text = task.read_text()

@@ -1,7 +1,5 @@
 """Runs that version 0.1.0 has made (fixtures/README.md) go on as if it did."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

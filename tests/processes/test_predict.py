@@ -1,7 +1,5 @@
 """`evenkeel predict`: each sample once and in order, the same bytes on any number of ranks; and --save-predictions."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io
@@ -9,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +68,7 @@ def test_each_sample_comes_once_in_order_with_the_same_bytes_on_1_2_and_3_ranks(
     assert all(float(r["confidence"]) >= float(r["confidence_2"]) >= float(r["confidence_3"]) for r in found)
 
     # the control: torch's sampler for 7 ranks, as usual, gives some samples twice
-    dealt: list[Any] = [DistributedSampler(list(range(SAMPLES)), 7, rank, shuffle=False) for rank in range(7)]  # type: ignore[arg-type]
+    dealt: list = [DistributedSampler(list(range(SAMPLES)), 7, rank, shuffle=False) for rank in range(7)]
     naive = [index for sampler in dealt for index in sampler]
     assert len(naive) > len(set(naive)) == SAMPLES
 
@@ -155,10 +152,8 @@ def test_a_task_of_ones_own_says_what_is_predicted(tmp_path: Path) -> None:
     own, wrong, out = tmp_path / "Own", tmp_path / "Wrong", tmp_path / "o.csv"
 
     def train(run_dir: Path, *more: object, expect: int = 0) -> str:
-        arguments = ["--samples", 64, "--outputs", 2, "--max-steps", 1, *more]
-        return run_forked(
-            TRAIN, *options(f"{tmp_path}/own.py:{run_dir.name}", run_dir, *arguments), expect=expect
-        ).stderr
+        words = [run_dir, "--samples", 64, "--outputs", 2, "--max-steps", 1, *more]
+        return run_forked(TRAIN, *options(f"{tmp_path}/own.py:{run_dir.name}", *words), expect=expect).stderr
 
     train(own)
     train(wrong)

@@ -1,12 +1,9 @@
 """--profile: traces of each rank on one clock, the bits of the run unchanged; and `python -m evenkeel profile`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,11 +19,11 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return run_dir, ranks[0].stdout + ranks[0].stderr
 
 
-def trace_of(run_dir: Path, rank: int = 0) -> dict[str, Any]:
+def trace_of(run_dir: Path, rank: int = 0) -> dict:
     return read(run_dir / "profile", f"rank-{rank}.json")
 
 
-def steps_of(trace: dict[str, Any]) -> list[str]:
+def steps_of(trace: dict) -> list[str]:
     return [event["name"] for event in trace["traceEvents"] if str(event.get("name")).startswith("step ")]
 
 

@@ -1,10 +1,7 @@
 """The README is executed: its task is trained, its commands are typed, and those of two pages of docs/ as well."""
 
-from __future__ import annotations
-
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +10,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.copies import copy_files
-from tests.support.processes import ROOT, read
+from tests.support.processes import ROOT, Done, read
 from tests.support.readme import README, blocks
 
 pytestmark = pytest.mark.promise
@@ -38,7 +35,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def type_in(line: str, checkout: Path) -> subprocess.CompletedProcess[str]:
+def type_in(line: str, checkout: Path) -> Done:
     """Run a line as a shell would after `. .venv/bin/activate`."""
     path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
     return processes.run(["bash", "-c", line], checkout, {"PATH": path, "PYTHON": sys.executable})

@@ -1,9 +1,6 @@
 """Evaluation alone, averaged weights that are exported, and the same bits again."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +13,7 @@ from tests.support.processes import TRAIN, contents_of, evenkeel, finish_all, fo
 from tests.support.small_runs import evaluation_of, failed, model_of, recipe_job, refusal, trained, weights_of
 
 
-def evaluated(ranks: int, run_dir: Path, *more: object) -> dict[str, Any]:
+def evaluated(ranks: int, run_dir: Path, *more: object) -> dict:
     """What rank 0 prints of `--eval-only`; the others are silent."""
     first, *others = trained(ranks, recipe_job(run_dir, *OPTIONS, *more, "--eval-only"))
     assert not any(other.stdout for other in others)

@@ -1,7 +1,5 @@
 """The task `regress`: it learns, and its options go through a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

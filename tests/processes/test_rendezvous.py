@@ -1,7 +1,5 @@
 """Restarted workers agree on a fresh namespace, whatever dead and stale ones have left in the store."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,6 +1,4 @@
-"""A step of a run that was killed and resized, run again on one process."""
-
-from __future__ import annotations
+"""A step of a run that was killed and resized, run again on one process; also of streams, shards and images."""
 
 import json
 import random
@@ -8,14 +6,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from evenkeel.data.sampler import ElasticSampler
 from tests.support.processes import ROOT, TRAIN, bytes_of, records, run, run_forked, start, torchrun
-from tests.support.small_runs import options, recipe_job, stop_at
+from tests.support.shards import tars
+from tests.support.small_runs import SUPPORT, options, recipe_job, stop_at
 
 TASK = f"{ROOT / 'tests' / 'time_travel' / 'nan_task.py'}:FromFiles"
 SAMPLES, BATCH, MICRO = 61, 6, 2
@@ -42,10 +41,9 @@ def job(folder: Path, *more: object) -> list[str]:
     return options(TASK, folder / "run", "--data-dir", data, *shape.split(), "--keep-every", 5, *more)
 
 
-def replay(run_dir: Path, step: object, *more: object, expect: int = 0) -> dict[str, Any]:
+def replay(run_dir: Path, step: object, *more: object, expect: int = 0) -> dict:
     done = run_forked("-m", "evenkeel", "replay", run_dir, "--step", step, "--json", *more, expect=expect)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.mark.promise
@@ -90,7 +88,7 @@ def test_batchnorm_and_a_function_of_ones_own(tmp_path: Path) -> None:
     """Losses of samples use the running statistics, which stay as they are: the bits agree after the look."""
     run_forked(TRAIN, *recipe_job(tmp_path / "run", "--digest-every", 1, "--keep-every", 4, "--reduce", "tree"))
     (tmp_path / "see.py").write_text(
-        "def see(model, batch, step):\n    print(step, len(batch[0]), file=open('seen', 'a'))\n"
+        "def see(_, batch, step):\n    print(step, len(batch[0]), file=open('seen', 'a'))\n"
     )
     words = ["-m", "evenkeel", "replay", tmp_path / "run", "--step", "6:8", "--python", f"{tmp_path / 'see.py'}:see"]
     done = run([sys.executable, *words, "--script", TRAIN, "--save-samples", tmp_path / "saved"], cwd=tmp_path)
@@ -149,9 +147,8 @@ def test_a_ring_agrees_in_every_bit_on_its_own_number_of_ranks(tmp_path: Path) -
     assert [it["sample"] for it in ours["samples"]] == [it["sample"] for it in theirs["samples"]]
     assert len({path.name.split("-")[3] for path in saved.iterdir()}) == len(ours["samples"]) == BATCH
     assert "agrees in every bit" in page.read_text()
-    gone = run_forked(
-        "-m", "evenkeel", "replay", tmp_path / "run", "--step", 7, "--ranks", 2, "--script", "no.py", expect=2
-    )
+    words = ["replay", tmp_path / "run", "--step", 7, "--ranks", 2, "--script", "no.py"]
+    gone = run_forked("-m", "evenkeel", *words, expect=2)
     assert gone.stderr == "evenkeel: --script no.py: is not there, or has no train(run); name a file like train.py\n"
 
 
@@ -172,3 +169,54 @@ def test_the_debugger_stops_before_each_micro_batch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *map(str, words)], input=typed, capture_output=True, text=True, check=True)
     assert done.stdout.count("(Pdb) (3, 3, '") == 4
     assert done.stdout.splitlines()[-1] == "evenkeel: agrees in every bit (steps 1 to 3 compared)"
+
+
+SHAPE = "--batch-size 12 --micro-batch 3 --max-steps 10 --reduce tree --digest-every 1 --keep-every 4"
+
+
+def images(folder: Path) -> Path:
+    """Sixteen pictures of two classes, and as many for the test."""
+    for part in ("train", "val"):
+        for number in range(16):
+            path = folder / part / f"class-{number % 2}" / f"{number:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (24, 24), (16 * number, 255 - 16 * number, 90)).save(path)
+    return folder
+
+
+def shards(folder: Path) -> Path:
+    """54 samples in four shards, with their index."""
+    tars(folder, [9, 14, 11, 20])
+    run_forked("-m", "evenkeel", "data", "index", folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stream", "refresh", "shards", "images"])
+def test_steps_are_run_again_in_every_bit_and_samples_have_names(tmp_path: Path, kind: str) -> None:
+    """On one process, from a checkpoint of any step. The control: with pictures that were changed it does not agree."""
+    words = {
+        "stream": lambda: (f"{SUPPORT / 'streams_task.py'}:Streamed",),
+        "refresh": lambda: (f"{SUPPORT / 'refreshed_task.py'}:Refreshed",),
+        "shards": lambda: (f"{SUPPORT / 'shards_task.py'}:Sharded", "--folder", shards(tmp_path / "data")),
+        "images": lambda: ("classify", "--dataset", "imagefolder", "--data-dir", images(tmp_path / "data")),
+    }
+    task, *more = words[kind]()
+    run = tmp_path / "run"
+    run_forked(TRAIN, *options(task, run, *SHAPE.split(), "--log-every", 1, *more))
+    found = run_forked("-m", "evenkeel", "replay", run, "--step", "6").stdout
+    assert found.splitlines()[0] == "evenkeel: replayed from the checkpoint of step 4"
+    assert found.splitlines()[-1] == "evenkeel: agrees in every bit (steps 5 to 6 compared)"
+    if kind in ("shards", "images"):
+        assert f"({tmp_path / 'data'}" in found, "the file of a sample, or its shard"
+    audited = run_forked("-m", "evenkeel", "audit", run, "--segments", 9).stdout
+    assert "WRONG" not in audited
+    assert "shown by running them again: 1-10\n" in audited
+    assert ("which a stream has not" in audited) == (kind == "stream")
+    if kind == "images":
+        for path in (tmp_path / "data" / "train").rglob("*.png"):
+            Image.new("RGB", (24, 24), (90, 16, 255)).save(path)
+        again = ("-m", "evenkeel", "replay", run, "--step", "6")
+        assert "the training data has changed" in run_forked(*again, expect=2).stderr
+        found = run_forked(*again, "--", "--other-data", expect=1).stdout
+        assert found.splitlines()[-1].startswith("evenkeel: differs: from step 5 on"), found

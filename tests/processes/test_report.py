@@ -1,7 +1,5 @@
 """Reports of real runs: ten ends on other numbers of ranks, two tasks, a run at work; and what a browser says."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
@@ -11,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from evenkeel.common.files import append_json
-from tests.support.processes import TRAIN, finish, fork_ranks, read, records, stop
+from tests.support.processes import TRAIN, fork_ranks, read, records, stop
 from tests.support.reports import copy_of_a_run, in_a_browser, needs_chromium, report, write_predictions, write_ranks
-from tests.support.small_runs import job, told_step, trained, wait_for_step
+from tests.support.small_runs import job, signal_ranks_at, told_step, trained, wait_for_step
 
 ENDS = 10
 RANKS = list(islice(cycle([2, 3, 1]), ENDS + 1))
@@ -27,11 +25,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = job(run_dir, "--epochs", 12, "--pause", 0.05, "--checkpoint-every", 2, "--eval-every", 5)
     for ranks, number in zip(RANKS, HOW, strict=False):
         before, started = told_step(run_dir), fork_ranks(ranks, TRAIN, *options)
-        wait_for_step(run_dir, before + 3, started[0])
-        for rank in started:
-            rank.send_signal(number)
-        for rank in started:
-            finish(rank)
+        signal_ranks_at(before + 3, run_dir, started, number)
     trained(RANKS[-1], options)
     return run_dir
 
@@ -55,7 +49,6 @@ def test_each_end_is_in_the_timeline(disturbed: Path) -> None:
     assert int(tiles["steps done again"]) == len(lines) - len(set(lines)), "what was killed all at once is done again"
 
     goodput = re.search(r"<dt>goodput</dt><dd>(\d+)%", page)
-    assert goodput
     assert abs(int(goodput[1]) - 100 * read(disturbed)["goodput"]) <= 2
 
 

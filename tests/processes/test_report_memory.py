@@ -1,10 +1,7 @@
 """The report's table of memory: what each rank really has of the state, and its peak."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ def saved(run_dir: Path, file: str) -> dict[str, int]:
 def test_it_says_what_each_rank_has(tmp_path: Path, shard: str, ranks: int) -> None:
     run_dir = tmp_path / "run"
     trained(ranks, job(run_dir, "--shard", shard))
-    last: Any = records(run_dir, "memory")[-1]["memory"]
+    last = records(run_dir, "memory")[-1]["memory"]
     assert len(last) == ranks
     for rank, found in enumerate(last):
         expected = saved(run_dir, f"state-{rank}-of-{ranks}.pt" if shard == "on" else "state.pt")

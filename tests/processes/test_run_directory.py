@@ -1,7 +1,5 @@
 """The folder of a run: who may use it, and that two jobs never do."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

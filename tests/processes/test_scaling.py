@@ -1,7 +1,5 @@
 """`python -m evenkeel scaling` with real runs on one and two ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

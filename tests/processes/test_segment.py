@@ -1,7 +1,5 @@
 """The task `segment`: two networks and two optimizers in one step, and everything that is promised holds for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -12,13 +10,11 @@ from tests.support.small_runs import options, trained
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    """Better than the untrained networks, and than calling everything background."""
     small = ["--backbone", "small", "--canvas", 32, "--digit-size", 24, "--discriminator-width", 4, "--reduce", "tree"]
     shape = ["--samples", 400, "--test-samples", 60, "--batch-size", 8, "--micro-batch", 4, "--epochs", 4]
     trained(2, options("segment", tmp_path, *small, *shape))
     data = Segment(canvas=32, digit_size=24, test_samples=60).test_dataset()
     background = float(torch.stack([(data[i][1] == 0).double().mean() for i in range(60)]).mean())
     metrics = read(tmp_path)["metrics"]
-    print(f"mIoU {metrics['test/miou']:.3f}, of background alone {background / CLASSES:.3f}")
     assert metrics["test/miou"] > 2 * background / CLASSES
     assert metrics["test/pixel_accuracy"] > background

@@ -1,7 +1,5 @@
 """What of Slurm's side needs no Slurm: requests, times, the agent's verdict, the copy of the code."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

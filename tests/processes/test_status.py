@@ -1,7 +1,5 @@
 """`python -m evenkeel status` on real runs in every state, as a user types it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -70,9 +68,7 @@ def test_the_table_fits_the_terminal(runs: Path) -> None:
     wide = evenkeel("status", runs).stdout
     header, *lines = wide.splitlines()
     assert header.split()[:7] == ["RUN", "STATE", "STEP", "DONE", "ETA", "METRICS", "ATTEMPTS"], "and no JOB"
-    assert "GOODPUT" not in header or "%" in wide.rpartition("GOODPUT")[2], (
-        "in the first minute of all runs it is empty"
-    )
+    assert "GOODPUT" not in header or "%" in wide.rpartition("GOODPUT")[2], "empty in the first minute"
     assert re.search(rf"{runs}/finished +finished +27/27 +100% +train/loss \d\.\d{{4}} +1\b", wide, re.MULTILINE)
     assert f"{runs}/sweep/failed: failed: ZeroDivisionError: a bug in the user's loss" in lines
     short = os.path.relpath(runs, ROOT)  # a long name has to be broken

@@ -1,12 +1,9 @@
 """A rank that is late is named, with the part in which it is; and nobody else ever is. Three ranks, on the CPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +27,7 @@ def train(run_dir: Path, *more: object, ranks: int = RANKS, **variables: object)
     return start(processes.torchrun(ranks, TRAIN, *options(task, run_dir, *shape, *more)), env=env)
 
 
-def intervals(run_dir: Path) -> list[dict[str, Any]]:
+def intervals(run_dir: Path) -> list[dict]:
     path = run_dir / "ranks.jsonl"
     whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
@@ -71,9 +68,7 @@ def test_a_delay_is_named_by_rank_and_part_and_its_end_is_said(
     assert {subject for subject in named if subject.startswith("rank")} == {f"rank {rank}"}, done.stderr[-3000:]
     text = named[f"rank {rank}"]
     assert re.fullmatch(rf"rank {rank} on \S+ arrives [\d.]+ times later than the median, in {part}", text)
-    first_said, last_said = [
-        line for line in done.stderr.splitlines() if " arrives " in line or " in time again" in line
-    ]
+    first_said, last_said = [it for it in done.stderr.splitlines() if " arrives " in it or " in time again" in it]
     assert first_said.startswith(f"evenkeel: WARNING: {text} (steps ")
     assert last_said.startswith(f"evenkeel: WARNING: rank {rank} on ")
     assert part != "data" or re.findall("hint: data .*", done.stdout) == [f"hint: {named['data']}"], "once"

@@ -1,7 +1,5 @@
 """`evenkeel sweep` with real runs: one is killed or stopped, and the same command continues it."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

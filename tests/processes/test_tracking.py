@@ -1,7 +1,5 @@
 """What a run tells: metrics.jsonl, logs, and Weights & Biases, which never ends a training nor learns a secret."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import os
@@ -18,20 +16,8 @@ from tests.run.test_tracking import (
     KEY,
     no_credentials,  # noqa: F401  (a fixture, for all tests)
 )
+from tests.support import processes
 from tests.support.components import has
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    evenkeel,
-    finish,
-    kill_group,
-    read,
-    records,
-    run,
-    start,
-    stop,
-    wait_until,
-)
 from tests.support.small_runs import wait_for_step
 
 
@@ -45,7 +31,7 @@ def files_with(text: str, folder: Path) -> list[Path]:
 def job(run_dir: Path, steps: int, mode: str) -> list[object]:
     """A run that may be prolonged, as its learning rate is constant."""
     options = ["--run-dir", run_dir, "--schedule", "constant", "--max-steps", steps, "--wandb", mode, "--log-every", 1]
-    return [sys.executable, TRAIN, *options]
+    return [sys.executable, processes.TRAIN, *options]
 
 
 def test_two_attempts_offline_are_one_run_and_tell_no_secret(tmp_path: Path) -> None:
@@ -53,15 +39,15 @@ def test_two_attempts_offline_are_one_run_and_tell_no_secret(tmp_path: Path) -> 
     environment = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path / "home")}
     ids, said = [], ""
     for steps in (2, 4):
-        done = run(job(run_dir, steps, "offline"), cwd=tmp_path, env=environment)
+        done = processes.run(job(run_dir, steps, "offline"), cwd=tmp_path, env=environment)
         said += done.stdout + done.stderr
-        ids.append(read(run_dir, "status.json")["wandb_id"])
+        ids.append(processes.read(run_dir, "status.json")["wandb_id"])
     assert ids[0] == ids[1]
     offline = sorted(path.name for path in (run_dir / "wandb").glob("offline-run-*"))
     assert len(offline) == 2
     assert all(name.endswith(f"-{ids[0]}") for name in offline)
     assert len(list((run_dir / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))) == 2
-    assert [record["attempt"] for record in records(run_dir, "start")] == [1, 2]
+    assert [record["attempt"] for record in processes.records(run_dir, "start")] == [1, 2]
     assert not (tmp_path / "wandb").exists(), "all that a run leaves is in its folder"
 
     assert len(files_with(ids[0], run_dir)) >= 3, "the search finds what is there"
@@ -83,13 +69,13 @@ Settings = dict
 def test_starts_that_are_killed_while_wandb_begins_are_one_run(tmp_path: Path) -> None:
     """The server may have made the run by then."""
     (tmp_path / "wandb.py").write_text(KILLED_IN_INIT)
-    asked, path = tmp_path / "asked", f"{tmp_path}{os.pathsep}{ROOT / 'src'}"
+    asked, path = tmp_path / "asked", f"{tmp_path}{os.pathsep}{processes.ROOT / 'src'}"
     command = [*job(tmp_path / "run", 2, "online"), "--keeper", "off"]
     environment = {"PYTHONPATH": path, "ASKED": str(asked), "WANDB_API_KEY": KEY}
     for _ in range(2):
-        run(command, cwd=tmp_path, env=environment, expect=-signal.SIGKILL)
+        processes.run(command, cwd=tmp_path, env=environment, expect=-signal.SIGKILL)
     first, second = asked.read_text().split()
-    assert first == second == read(tmp_path / "run", "status.json")["wandb_id"]
+    assert first == second == processes.read(tmp_path / "run", "status.json")["wandb_id"]
 
 
 SECRET_TASK = """
@@ -108,18 +94,17 @@ class Task(Classify):
 
 
 def test_a_secret_option_is_left_nowhere_and_may_change(tmp_path: Path) -> None:
-    """Nor is it in the report, which shows the options."""
     (tmp_path / "secretive.py").write_text(SECRET_TASK)
     run_dir, home = tmp_path / "run", tmp_path / "home"
     said = ""
     for steps, token in ((2, KEY), (4, KEY[::-1])):
         (tmp_path / "token").write_text(token)
         command = [*job(run_dir, steps, "offline"), "--task", "secretive.py:Task", "--token", token]
-        done = run(command, cwd=tmp_path, env={"HOME": str(home)})
+        done = processes.run(command, cwd=tmp_path, env={"HOME": str(home)})
         said += done.stdout + done.stderr
-    assert read(run_dir)["step"] == 4
+    assert processes.read(run_dir)["step"] == 4
     if has("report"):
-        evenkeel("report", run_dir)
+        processes.evenkeel("report", run_dir)
         assert "dropout" in (run_dir / "report.html").read_text()
     for token in (KEY, KEY[::-1]):
         assert [*files_with(token, run_dir), *files_with(token, home)] == []
@@ -131,35 +116,34 @@ def test_a_secret_option_is_left_nowhere_and_may_change(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_answer_costs_seconds_and_no_secret(tmp_path: Path, run_dir: Path) -> None:
     nobody = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
-    done = run(job(run_dir, 2, "online"), cwd=tmp_path, env={**nobody, "HOME": str(tmp_path / "home")})
-    assert read(run_dir)["state"] == "finished"
+    done = processes.run(job(run_dir, 2, "online"), cwd=tmp_path, env={**nobody, "HOME": str(tmp_path / "home")})
+    assert processes.read(run_dir)["state"] == "finished"
     (warning,) = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: WARNING: ")]
     assert warning.startswith("evenkeel: WARNING: Weights & Biases is off: CommError: ")
-    assert read(run_dir)["seconds"] < 60, "and wandb's own patience is 90"
+    assert processes.read(run_dir)["seconds"] < 60, "and wandb's own patience is 90"
     assert files_with(KEY, tmp_path) == []
     assert KEY not in done.stdout + done.stderr
 
 
 def test_a_run_that_is_stopped_while_wandb_starts_may_start_with_other_options(tmp_path: Path) -> None:
     run_dir, home = tmp_path / "run", {"HOME": str(tmp_path)}
-    started = start([*job(run_dir, 3, "offline"), "--seed", "1"], cwd=tmp_path, env=home)
-    wait_until((run_dir / "logs" / "attempt-0001" / "rank-0.log").exists, "the start")
-    done = stop(started, signal.SIGINT, expect=STOPPED)
+    started = processes.start([*job(run_dir, 3, "offline"), "--seed", "1"], cwd=tmp_path, env=home)
+    processes.wait_until((run_dir / "logs" / "attempt-0001" / "rank-0.log").exists, "the start")
+    done = processes.stop(started, signal.SIGINT, expect=STOPPED)
     assert "stopped by SIGINT" in done.stdout
-    assert read(run_dir, "status.json")["state"] == "stopped"
-    run([*job(run_dir, 3, "disabled"), "--seed", "2"], cwd=tmp_path)
+    assert processes.read(run_dir, "status.json")["state"] == "stopped"
+    processes.run([*job(run_dir, 3, "disabled"), "--seed", "2"], cwd=tmp_path)
 
 
 def test_killed_and_resumed_each_tracker_has_each_step_once_and_the_names_of_metrics_jsonl(tmp_path: Path) -> None:
-    """kill -9 between two checkpoints, so that steps are done again."""
     run_dir = tmp_path / "run"
     command = [*job(run_dir, 40, "disabled"), "--tensorboard", "--csv", "--eval-every", "10", "--checkpoint-every", "7"]
-    started = start(command, cwd=tmp_path)
+    started = processes.start(command, cwd=tmp_path)
     wait_for_step(run_dir, 12, started)
-    kill_group(started)
-    finish(started)
-    run(command, cwd=tmp_path)
-    records_ = [*records(run_dir, "train"), *records(run_dir, "eval")]
+    processes.kill_group(started)
+    processes.finish(started)
+    processes.run(command, cwd=tmp_path)
+    records_ = [*processes.records(run_dir, "train"), *processes.records(run_dir, "eval")]
     assert len(records_) > 44, "the control: metrics.jsonl has what was done again twice"
     told = {(it["step"], name): value for it in records_ for name, value in it.items() if "/" in name}
     with (run_dir / "metrics.csv").open(newline="") as file:
@@ -174,19 +158,19 @@ def test_killed_and_resumed_each_tracker_has_each_step_once_and_the_names_of_met
 
 
 def test_the_sweep_of_the_documentation_makes_a_folder_and_an_offline_run_for_each_setting(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tracking.md").read_text()
+    page = (processes.ROOT / "docs" / "tracking.md").read_text()
     sweep = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     settings = [dict(zip(sweep["parameters"], each, strict=True)) for each in ((0.002, 32), (0.01, 64))]
     for setting in settings:
         arguments = [f"--{name}={value}" for name, value in setting.items()]  # as wandb's agent writes them
-        macros = {"${env}": ["env"], "${program}": [str(ROOT / sweep["program"])], "${args}": arguments}
+        macros = {"${env}": ["env"], "${program}": [str(processes.ROOT / sweep["program"])], "${args}": arguments}
         words = [word for part in sweep["command"] for word in macros.get(part, [part])]
         words = [sys.executable, "-m", "torch.distributed.run", *words[2:]]
-        run(words, cwd=tmp_path, env={"WANDB_MODE": "offline", "HOME": str(tmp_path / "home")})
+        processes.run(words, cwd=tmp_path, env={"WANDB_MODE": "offline", "HOME": str(tmp_path / "home")})
     folders = sorted(path.name for path in (tmp_path / "runs" / "sweep").iterdir())
     assert folders == ["classify-0.002-32", "classify-0.01-64"]
     for name in folders:
         (sent,) = (tmp_path / "runs" / "sweep" / name / "wandb").glob("offline-run-*/run-*.wandb")
         assert sweep["metric"]["name"].encode() in sent.read_bytes(), "the sweep's metric is in the summary"
-    done = run([sys.executable, str(TRAIN), "--run-dir", "runs/{lr}-{oops}"], cwd=tmp_path, expect=2)
+    done = processes.run([sys.executable, processes.TRAIN, "--run-dir", "runs/{lr}-{oops}"], cwd=tmp_path, expect=2)
     assert done.stderr.startswith("evenkeel: --run-dir runs/{lr}-{oops}: there is no option oops; there are task, ")

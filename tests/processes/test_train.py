@@ -1,10 +1,7 @@
 """train.py from outside: what it leaves, how it ends, and its loader processes."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,33 +15,18 @@ from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import seal
 from tests.support import processes
 from tests.support import small_runs as runs
-from tests.support.processes import (
-    TRAIN,
-    checked,
-    finish,
-    finish_all,
-    fork,
-    kill_group,
-    rank_variables,
-    read,
-    records,
-    run,
-    run_forked,
-    start,
-    torchrun,
-)
 from tests.support.small_runs import PLAN, TASK, children, failed, job, model_of, trainer_of, wait_for_step, weights_of
 
 
 def test_a_finished_run_says_so_and_changes_nothing_and_fresh_moves_it_aside(tmp_path: Path, run_dir: Path) -> None:
-    command = [TRAIN, *job(run_dir, "--max-steps", 3)]
-    run_forked(*command)
+    command = [processes.TRAIN, *job(run_dir, "--max-steps", 3)]
+    processes.run_forked(*command)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    again = run_forked(*command, "--shares", "auto")  # recorded only by an attempt that goes on
+    again = processes.run_forked(*command, "--shares", "auto")  # recorded only by an attempt that goes on
     assert "finished at step 3; --fresh starts over" in again.stdout
     assert before == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
-    run_forked(*command, "--fresh")
+    processes.run_forked(*command, "--fresh")
     (aside,) = tmp_path.glob("run.old-*")
     assert (aside / "model.pt").read_bytes() == before[run_dir / "model.pt"]
     assert weights_of(run_dir) == weights_of(aside), "the same command gives the same weights"
@@ -69,15 +51,15 @@ def test_a_run_stays_in_its_folder_whatever_folder_the_task_goes_to(tmp_path: Pa
         """,
     )
     for words in ("step 3/3 ", "runs/own: finished at step 3; --fresh starts over"):
-        command = [TRAIN, *job(Path("runs/own"), "--max-steps", 3, "--checkpoint-every", 1, "--task", task)]
-        assert words in checked(finish(fork(*command, cwd=tmp_path, env=runs.OWN)), 0).stdout
+        command = [processes.TRAIN, *job(Path("runs/own"), "--max-steps", 3, "--checkpoint-every", 1, "--task", task)]
+        assert words in runs.ended(processes.fork(*command, cwd=tmp_path, env=runs.OWN)).stdout
     assert {"metrics.jsonl", "model.pt", "checkpoints"} <= {path.name for path in (tmp_path / "runs/own").iterdir()}
     assert not [*there.iterdir()]
 
 
 def unfit_state(run_dir: Path) -> Path:
     """A run of two steps whose checkpoint has another shape than the model; returns the checkpoint."""
-    run_forked(TRAIN, *job(run_dir, "--max-steps", 2, "--schedule", "constant"))
+    processes.run_forked(processes.TRAIN, *job(run_dir, "--max-steps", 2, "--schedule", "constant"))
     (newest,) = (run_dir / "checkpoints").glob("step-*")
     found = torch.load(newest / STATE, weights_only=True)
     found["model"]["old.bias"] = found["model"].pop("0.bias")
@@ -93,10 +75,10 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> No
     assert line.startswith(f"{run_dir}: its state of step 2 does not fit this model and its optimizers (")
     assert "(only in the model: 0.bias; only in the run: old.bias); restore" in line
     assert newest.exists(), "it is no damage"
-    status = read(run_dir, "status.json")
+    status = processes.read(run_dir, "status.json")
     assert (status["state"], status["step"]) == ("failed", 2)
     assert line.startswith(" ".join(status["reason"].split()))
-    assert [r["reason"] for r in records(run_dir, "failure")] == [status["reason"]]
+    assert [r["reason"] for r in processes.records(run_dir, "failure")] == [status["reason"]]
     assert "failed at step 2; no step has finished in this attempt; nothing to save" in ranks[0].stdout
 
 
@@ -104,29 +86,29 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> No
 def test_a_state_that_does_not_fit_is_still_the_reason_after_all_restarts_of_torchrun(run_dir: Path) -> None:
     unfit_state(run_dir)
     command = job(run_dir, "--max-steps", 4, "--schedule", "constant")
-    done = run(torchrun(2, TRAIN, *command, restarts=3), expect=1)
-    assert "does not fit this model" in read(run_dir, "status.json")["reason"]
+    done = processes.run(processes.torchrun(2, processes.TRAIN, *command, restarts=3), expect=1)
+    assert "does not fit this model" in processes.read(run_dir, "status.json")["reason"]
     assert "killed from outside" not in done.stderr
 
 
 def test_what_a_run_leaves(run_dir: Path) -> None:
-    run(torchrun(2, TRAIN, *job(run_dir, "--checkpoint-every", 4)))
-    summary = read(run_dir)
+    processes.run(processes.torchrun(2, processes.TRAIN, *job(run_dir, "--checkpoint-every", 4)))
+    summary = processes.read(run_dir)
     weights = model_of(run_dir)
     assert set(weights) == {"0.weight", "0.bias", "2.weight", "2.bias"}, "bare names, no module."
     assert all(tensor.device.type == "cpu" for tensor in weights.values())
     assert summary["weights_sha256"] == sha256(weights)
-    assert summary["state"] == read(run_dir, "status.json")["state"] == "finished"
+    assert summary["state"] == processes.read(run_dir, "status.json")["state"] == "finished"
     assert {"step", "epoch", "samples_seen", "metrics", "restarts", "world_sizes", "seconds"} <= set(summary)
-    assert [r["step"] for r in records(run_dir, "train")] == list(range(1, PLAN.total_steps + 1))
-    assert [r["step"] for r in records(run_dir, "eval")] == [9, 18, 27]
+    assert [r["step"] for r in processes.records(run_dir, "train")] == list(range(1, PLAN.total_steps + 1))
+    assert [r["step"] for r in processes.records(run_dir, "eval")] == [9, 18, 27]
     left = {name: sorted(it.name for it in (run_dir / name).iterdir()) for name in ("checkpoints", "logs/attempt-0001")}
     assert list(left.values()) == [["step-00000024", "step-00000027"], ["rank-0.log", "rank-1.log"]]
 
 
-def with_loaders(run_dir: Path) -> tuple[subprocess.Popen[str], list[int]]:
+def with_loaders(run_dir: Path) -> tuple[processes.Process, list[int]]:
     """A run at work, and its loader processes."""
-    process = start([sys.executable, TRAIN, *job(run_dir, "--pause", 0.1, "--num-workers", 2)])
+    process = processes.start([sys.executable, processes.TRAIN, *job(run_dir, "--pause", 0.1, "--num-workers", 2)])
     wait_for_step(run_dir, 1, process)
     found = children(trainer_of(process))
     loaders = [child for child in found if TASK in Path(f"/proc/{child}/cmdline").read_text()]
@@ -143,8 +125,8 @@ def test_loader_processes_mind_only_their_parent(tmp_path: Path) -> None:
     wait_for_step(run_dir, runs.told_step(run_dir) + 4, process)
     for pid in [*loaders, process.pid]:
         os.kill(pid, signal.SIGUSR2)
-    checked(finish(process), 75)
-    assert read(run_dir, "status.json")["reason"] == "SIGUSR2"
+    processes.checked(processes.finish(process), 75)
+    assert processes.read(run_dir, "status.json")["reason"] == "SIGUSR2"
 
 
 def test_loader_processes_never_outlive_a_killed_parent(tmp_path: Path) -> None:
@@ -152,35 +134,37 @@ def test_loader_processes_never_outlive_a_killed_parent(tmp_path: Path) -> None:
     os.kill(trainer_of(process), signal.SIGKILL)
     # by themselves they would look for their parent every 5 s
     processes.wait_until_gone(loaders, 4)
-    kill_group(process)
+    processes.kill_group(process)
     process.communicate()
 
 
 def test_a_bug_in_the_loss_ends_the_run_at_once_and_keeps_the_last_step(run_dir: Path) -> None:
     """With loader processes alive, which must not keep the failed process from ending."""
-    done = run_forked(TRAIN, *job(run_dir, "--fail-at", 10, "--num-workers", 2, "--checkpoint-every", 0), expect=1)
+    done = processes.run_forked(
+        processes.TRAIN, *job(run_dir, "--fail-at", 10, "--num-workers", 2, "--checkpoint-every", 0), expect=1
+    )
     assert "ZeroDivisionError: a bug in the user's loss" in done.stderr
-    status = read(run_dir, "status.json")
+    status = processes.read(run_dir, "status.json")
     assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: a bug in the user's loss")
     assert runs.saved_step(run_dir) == status["step"]
 
 
 def test_with_fresh_a_new_node_takes_over_what_the_other_one_knows_of_the_same_job(tmp_path: Path) -> None:
-    def nodes(*disks: str) -> list[subprocess.Popen[str]]:
+    def nodes(*disks: str) -> list[processes.Process]:
         alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "EVENKEEL_LAUNCH": "the-same-job"}
-        both = zip(rank_variables(2), disks, strict=True)
-        return [fork(TRAIN, *job(tmp_path / disk, "--fresh"), env=rank | alone) for rank, disk in both]
+        both = zip(processes.rank_variables(2), disks, strict=True)
+        return [processes.fork(processes.TRAIN, *job(tmp_path / disk, "--fresh"), env=it | alone) for it, disk in both]
 
     started = nodes("first", "second")
     wait_for_step(tmp_path / "first", 3, started[0])
     for process in started:
         process.send_signal(signal.SIGTERM)
-    finish_all(started, STOPPED)
+    processes.finish_all(started, STOPPED)
     (tmp_path / "third").mkdir()  # with another run, of more attempts
     write_json(tmp_path / "third" / "status.json", {"world_sizes": [1] * 5, "state": "stopped", "step": 9})
-    finish_all(nodes("third", "second"))
-    assert read(tmp_path / "third", "status.json")["world_sizes"] == [2, 2]
-    assert records(tmp_path / "third", "start")[0]["step"] >= 3
+    processes.finish_all(nodes("third", "second"))
+    assert processes.read(tmp_path / "third", "status.json")["world_sizes"] == [2, 2]
+    assert processes.records(tmp_path / "third", "start")[0]["step"] >= 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -201,8 +185,8 @@ class Broken:
         return self.data[index]
 """
     task = runs.own_task(tmp_path, body, broken)
-    words = [TRAIN, *job(run_dir, "--num-workers", workers, "--task", task)]
-    done = run([sys.executable, *words], env=runs.OWN, expect=1)
+    words = [processes.TRAIN, *job(run_dir, "--num-workers", workers, "--task", task)]
+    done = processes.run([sys.executable, *words], env=runs.OWN, expect=1)
     line = 1 + (tmp_path / "own.py").read_text().partition("raise ValueError(")[0].count("\n")
     shown = done.stderr.splitlines()
     place = f"{tmp_path / 'own.py'}:{line}"

@@ -1,21 +1,30 @@
 """A validation set decides, the test data waits for the end, and each sample of each set counts once."""
 
-from __future__ import annotations
-
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DistributedSampler
+from torchmetrics import MeanSquaredError
 
 from evenkeel.run.checkpoint import read_manifest, step_folders
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, finish, fork_ranks, read, records, run, run_forked, torchrun, wait_until
-from tests.support.small_runs import evaluation_of, refusal, saved_step, told_step, trained, weights_of
+from tests.support.measured_task import Measured, of_scores
+from tests.support.processes import TRAIN, fork_ranks, read, records, run, run_forked, torchrun, wait_until
+from tests.support.small_runs import (
+    evaluation_of,
+    model_of,
+    options,
+    refusal,
+    saved_step,
+    told_step,
+    trained,
+    weights_of,
+)
 from tests.support.validated_task import TESTED, Validated
 
 TRUE = sum(range(1, TESTED + 1))
@@ -76,9 +85,7 @@ def test_killed_again_and_again_the_best_checkpoint_is_that_of_the_undisturbed_r
     for ranks, target in ((2, 6), (3, 19)):
         started = fork_ranks(ranks, TRAIN, *job(run_dir, *patience, "--hold", hold))
         wait_until(lambda target=target: told_step(run_dir) >= target, f"step {target}")
-        for process in started:
-            os.killpg(process.pid, signal.SIGKILL)
-            finish(process)
+        runs.signal_ranks(started, signal.SIGKILL)
     hold.unlink()
     trained(2, job(run_dir, *patience, "--hold", hold))
     assert best(run_dir) == best(plain)
@@ -119,3 +126,28 @@ def test_without_a_validation_set_all_sets_are_evaluated_and_the_first_decides(t
     assert [set(r) >= {"clean/loss", "noisy/loss"} for r in records(tmp_path, "eval")] == [True, True]
     assert read_manifest(step_folders(tmp_path / "checkpoints")[-1]).best_by == ("clean/loss", "min")
     assert Validated.best == ("loss", "min")
+
+
+SHAPE = ["--max-steps", 12, "--batch-size", 16, "--micro-batch", 4, "--reduce", "tree", "--eval-every", 100]
+
+
+def test_the_same_digits_on_1_2_and_3_ranks_and_those_of_torchmetrics(tmp_path: Path) -> None:
+    for ranks in (1, 2, 3):
+        trained(ranks, options(f"{runs.SUPPORT}/measured_task.py:Measured", tmp_path / str(ranks), *SHAPE))
+    said = [read(tmp_path / str(ranks))["metrics"] for ranks in (1, 2, 3)]
+    assert len(set(map(json.dumps, said))) == 1, "to the last digit"
+
+    task = Measured()
+    model = task.model()
+    model.load_state_dict(model_of(tmp_path / "3"))
+    for name, dataset in task.test_dataset().items():
+        points, labels, _ = dataset.tensors
+        with torch.no_grad():
+            scores = model(points)
+        found = {f"{name}/{metric}": own(scores.softmax(1), labels) for metric, own in of_scores().items()}
+        cells = found.pop(f"{name}/confusion").flatten().tolist()
+        assert [said[0][f"{name}/cell_{i}"] for i in range(9)] == cells
+        assert sum(cells) == len(dataset), "and not once for each rank"
+        assert found == {metric: said[0][metric] for metric in found}
+        mse = float(MeanSquaredError()(scores, nn.functional.one_hot(labels, 3).float()))
+        assert said[0][f"{name}/mse"] == pytest.approx(mse, rel=1e-6)

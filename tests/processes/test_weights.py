@@ -1,7 +1,5 @@
 """Weights from files of all kinds: real wrappers write them, and no file is taken in part without a word."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -34,7 +32,6 @@ def test_a_class_of_the_main_program_needs_its_name_there(file: Path, tmp_path: 
 
 
 def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
-    """A real run; another one from its folder, a checkpoint and the files of `checkpoint export`; refusals."""
     pytest.importorskip("evenkeel.cli.checkpoint")
     old, frozen = tmp_path / "old", ["--lr", 0, "--weight-decay", 0, "--max-steps", 1]
     run_forked(TRAIN, *job(old, "--max-steps", 6, "--checkpoint-every", 3, "--keep", 9))

@@ -1,7 +1,5 @@
 """Augmented and mixed images: the same bits on any number of ranks and loader processes."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -13,12 +11,10 @@ from tests.support.small_files import TRAIN as SAMPLES
 from tests.support.small_files import write_cifar
 from tests.support.small_runs import interrupt, small_job, told_step, trained, weights_of
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
-def test_augmented_and_mixed_the_bits_are_the_same_on_any_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also through a SIGTERM on two ranks, `kill -9` of all on three, and an end on one."""
+
+def test_augmented_and_mixed_bits_are_the_same_on_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMALL_FILES", json.dumps({"CIFAR10": write_cifar(tmp_path, 10)}))
     moved = tmp_path / "moved"  # on another node the data lie elsewhere
     moved.symlink_to(tmp_path)
@@ -39,7 +35,6 @@ def test_augmented_and_mixed_the_bits_are_the_same_on_any_ranks(
     assert read(run_dir)["metrics"] == read(tmp_path / "alone")["metrics"]
 
 
-@pytest.mark.slow
 def test_the_control_mixed_by_a_generator_of_the_process_the_bits_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     for ranks in (0, 2):
         trained(ranks, small_job(tmp_path / str(ranks), "--max-steps", 2, task="OwnDice"))

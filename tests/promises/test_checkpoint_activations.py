@@ -1,7 +1,5 @@
 """--checkpoint-activations changes no bit, on any number of ranks, and may change when a run is continued."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,7 @@ def results_of(run_dir: Path) -> tuple[str, Any, list[float]]:
         pytest.param("Chosen", [], marks=pytest.mark.long),
     ],
 )
-def test_the_bits_are_those_of_a_run_without_it_on_one_and_on_two_ranks(
-    tmp_path: Path, task: str, more: list[Any]
-) -> None:
+def test_the_bits_are_those_of_runs_without_it_on_one_and_two_ranks(tmp_path: Path, task: str, more: list[Any]) -> None:
     trained(1, job(tmp_path / "without", *more, task=task))
     for ranks in (1, 2):
         trained(ranks, job(tmp_path / str(ranks), OPTION, *more, task=task))

@@ -1,6 +1,4 @@
-"""Tasks with mistakes end in a line on all ranks, and nothing of them is committed."""
-
-from __future__ import annotations
+"""Tasks with mistakes and steps that are not finite end in a line on all ranks, and nothing of them is committed."""
 
 from pathlib import Path
 
@@ -8,8 +6,8 @@ import pytest
 import torch
 
 from tests.support import needs
-from tests.support.processes import records
-from tests.support.small_runs import failed, model_of, odd_job, the_line, trained, weights_of
+from tests.support.processes import read, records
+from tests.support.small_runs import PLAN, failed, job, model_of, odd_job, the_line, trained, weights_of
 
 
 @needs.no_gpu
@@ -54,7 +52,6 @@ def test_the_control_with_a_collective_the_result_depends_on_the_ranks(tmp_path:
 
 @needs.no_gpu
 def test_a_network_that_the_loss_uses_from_some_step_on(tmp_path: Path) -> None:
-    """It stays as it is before, and learns from then on, the same on any ranks; unless that is declared, it ends."""
     _, second = failed(2, odd_job("UsedLater", tmp_path / "undeclared"))
     assert "spare.weight, spare.bias" in second.stderr
     for ranks, steps in ((0, 2), (0, 4), (2, 4)):
@@ -66,3 +63,28 @@ def test_a_network_that_the_loss_uses_from_some_step_on(tmp_path: Path) -> None:
     assert not torch.equal(late["spare.weight"], late["unused.weight"])
     assert weights_of(tmp_path / "0-4") == weights_of(tmp_path / "2-4")
     assert other.keys() == late.keys()
+
+
+BAD = 7
+"""The step that is not finite, counted from 1."""
+
+
+def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_on_all(run_dir: Path) -> None:
+    # two micro-batches of a full step on each of the 2 ranks, one on rank 0 in the last
+    options = job(run_dir, "--checkpoint-every", 0, "--nan-at", 2 * BAD)
+    said = "".join(done.stderr for done in failed(2, options))
+    assert f"evenkeel: the loss or the gradient of step {BAD} is not finite" in said
+    status = read(run_dir, "status.json")
+    assert (status["state"], status["step"]) == ("failed", BAD - 1)
+    assert "not finite" in status["reason"]
+    assert (run_dir / "checkpoints" / f"step-{BAD - 1:08d}").is_dir()
+    for rank in (0, 1):
+        log = (run_dir / "logs" / "attempt-0001" / f"rank-{rank}.log").read_text()
+        assert f"failed at step {BAD - 1}: the loss or the gradient" in log
+
+    # the same run goes on, and leaves out the step that is not finite now: the calls are counted from there
+    trained(2, [*options, "--on-nonfinite", "skip"])
+    skipped = [(record["step"], record["skipped"]) for record in records(run_dir, "nonfinite")]
+    assert skipped == [(2 * BAD, 1)], "the last step of an epoch has one call"
+    assert read(run_dir)["step"] == PLAN.total_steps
+    assert all(tensor.isfinite().all() for tensor in model_of(run_dir).values())

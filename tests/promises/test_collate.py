@@ -1,12 +1,11 @@
 """A task's own collate function: the same bits on any ranks and loader processes, over a stop; and its mistakes."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.support import needs
 from tests.support.components import has
 from tests.support.processes import ROOT, TRAIN, finish_all, fork_ranks, records, run_forked
 from tests.support.readme import blocks
@@ -34,9 +33,7 @@ def job(name: str, run_dir: Path, *more: object) -> list[str]:
     return options(task(name, run_dir.parent), run_dir, *shape, "--validation", 0.1, *more)
 
 
-@pytest.mark.parametrize(
-    "name", ["Boxes", "Nested", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Texts", "Mixed"))]
-)
+@pytest.mark.parametrize("name", ["Boxes", "Nested", *(needs.slow(name) for name in ("Texts", "Mixed"))])
 def test_ranks_loader_processes_a_stop_and_a_resize_change_no_bit(tmp_path: Path, name: str) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     interrupt(2, run_dir, job(name, run_dir, "--slow", slow, "--num-workers", 2), step=2, victims=1, slow=slow)

@@ -1,12 +1,9 @@
 """The newest checkpoint is damaged: the run says so, uses the one before, and ends with the same weights."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -17,28 +14,21 @@ import torch
 from evenkeel.run.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
 from tests.run.test_checkpoint import unfit
 from tests.support.components import has
-from tests.support.processes import TRAIN, finish, fork, read, run, run_forked, wait_until
-from tests.support.small_runs import job, starts, wait_for_step, weights_of
+from tests.support.processes import TRAIN, Done, finish, fork, read, run, run_forked, wait_until
+from tests.support.small_runs import job, starts, wait_for_step, weights_of, weights_undisturbed
 
 OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]
 
 
-def train(run_dir: Path) -> subprocess.CompletedProcess[str]:
-    """Go on to the end."""
+def train(run_dir: Path) -> Done:
     return run_forked(TRAIN, *job(run_dir, *OPTIONS))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Fingerprint of the weights of one process that nothing has happened to."""
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(run_dir)
-    return weights_of(run_dir)
+undisturbed = weights_undisturbed(0, job, *OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed in mid-epoch and has left three checkpoints."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
     process = fork(TRAIN, *job(run_dir, *OPTIONS))
     wait_for_step(run_dir, 13, process)
@@ -59,7 +49,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(killed: Path, tmp_path: Path) -> Path:
-    """A copy of it for one test."""
     return Path(shutil.copytree(killed, tmp_path / "run"))
 
 
@@ -182,9 +171,7 @@ def bound_by_permissions() -> list[str]:
 
 
 @pytest.mark.parametrize("closed", [STATE, *(pytest.param(it, marks=pytest.mark.slow) for it in (MANIFEST, "."))])
-def test_an_unreadable_newest_checkpoint_leaves_the_weights_the_same(
-    copied: Path, undisturbed: str, closed: str
-) -> None:
+def test_an_unreadable_newest_checkpoint_leaves_the_same_weights(copied: Path, undisturbed: str, closed: str) -> None:
     folder = copied / "checkpoints"
     before, newest = step_folders(folder)[-2:]
     (newest / closed).chmod(0)

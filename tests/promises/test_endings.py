@@ -1,7 +1,5 @@
 """Ranks that are killed and jobs that are stopped: the last finished step is saved and no process is left."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -102,7 +100,6 @@ def test_a_slow_disk_gets_the_last_step_once_and_so_within_the_grace(tmp_path: P
 
 @pytest.mark.slow
 def test_a_new_job_waits_while_the_old_one_uses_its_grace(tmp_path: Path) -> None:
-    """As a requeue or a preemption may start it; the old one needs longer than a dying one."""
     run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 13)
     words = job(run_dir, *RARE, "--pause", 0.2, "--task", task)
     (old,) = fork_ranks(1, TRAIN, *words)

@@ -1,7 +1,5 @@
 """Own collate, order, whole-batch loss, state, pictures and shares in one job: what each promises, they do together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

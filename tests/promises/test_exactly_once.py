@@ -1,17 +1,13 @@
 """Each sample exactly once an epoch, in training through kills and in evaluation, at any number of ranks."""
 
-from __future__ import annotations
-
 import random
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, finish, read, start, torchrun
+from tests.support.processes import TRAIN, Process, read, start, torchrun
 from tests.support.small_runs import EPOCHS, PLAN, SAMPLES, Records, each_once, job, model_of, trained, weights_of
 
 
@@ -20,7 +16,7 @@ def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_e
     run_dir, dice = tmp_path / "run", random.Random()
     more, record = ["--checkpoint-every", 2], Records(tmp_path / "record")
 
-    def attempt(command: list[str]) -> subprocess.Popen[str]:
+    def attempt(command: list[str]) -> Process:
         record.of_another_attempt()
         return start(command)
 
@@ -29,9 +25,7 @@ def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_e
     process = attempt(torchrun(2, TRAIN, *options))
     runs.kill_at(killed_at, run_dir, process)
     process = attempt(torchrun(3, TRAIN, *options))
-    runs.wait_for_step(run_dir, killed_at + dice.randrange(3, 9), process)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
+    runs.stop_at(run_dir, killed_at + dice.randrange(3, 9), process)
     stopped = read(run_dir, "status.json")
     assert (stopped["state"], stopped["reason"]) == ("stopped", "SIGTERM")
     runs.ended(attempt([sys.executable, str(TRAIN), *options]))
@@ -55,7 +49,6 @@ def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_e
 
 
 def test_evaluation_is_exactly_the_same_at_any_world_size(tmp_path: Path) -> None:
-    """37 test samples in micro-batches of 3: no world size divides anything."""
     trained(0, job(tmp_path / "start", "--max-steps", 5))
     weights = tmp_path / "start" / "model.pt"
     frozen = ["--lr", 0, "--max-steps", 1, "--init-from", weights]

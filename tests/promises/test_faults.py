@@ -1,27 +1,22 @@
 """A random rank dies or freezes, again and again in one run: no bit changes. And the control, a stock loop."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support import small_runs
+from tests.support import needs, small_runs
 from tests.support.chaos import chaos, faults_in, launcher, reported, still_running
 from tests.support.processes import read, records, run
 from tests.support.small_runs import SAMPLES, SUPPORT, starts, trained, weights_of
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize(
-    ("faults", "epochs", "seed"), [(4, 3, 20), pytest.param(12, 6, 179, marks=pytest.mark.long)], ids=["4", "12"]
-)
+@pytest.mark.parametrize(("faults", "epochs", "seed"), [(4, 3, 20), needs.long(12, 6, 179)], ids=["4", "12"])
 def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path, faults: int, epochs: int, seed: int) -> None:
-    """Of each kind one, or both ranks: SIGTERM, SIGSTOP, SIGKILL for what trains and for its keeper."""
-
     def job(run_dir: Path, *more: object) -> list[str]:
         rare = ["--checkpoint-every", 0, "--eval-every", 9 * epochs]
         return small_runs.job(run_dir, "--epochs", epochs, *rare, *more)
@@ -32,7 +27,6 @@ def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path, faults: int, epo
     mix = f"--kill-every 1s --seed {seed} --count {faults} --minutes 14 --faults kill,keeper,term,stop"
     done = run(chaos(mix, *launcher("--", *job(run_dir, "--pause", 0.3, "--hang-timeout", 5))), limit=900)
     wall = time.monotonic() - begun
-    print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")
 
     assert len(faults_in(done.stdout)) == faults
     assert {kind for kind, _ in faults_in(done.stdout)} == {"kill", "keeper", "term", "stop"}
@@ -49,10 +43,7 @@ def test_ranks_that_die_or_freeze_change_no_bit(tmp_path: Path, faults: int, epo
     assert still_running(run_dir) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keeper", "kills"), [("on", 6), *(pytest.param(*it, marks=pytest.mark.long) for it in (("on", 20), ("off", 2)))]
-)
+@pytest.mark.parametrize(("keeper", "kills"), [("on", 6), *(needs.long(*it) for it in (("on", 20), ("off", 2)))])
 def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Path, run_dir: Path) -> None:
     """And the control: without keepers each of them ends a job that torchrun must not start again."""
     epochs = 4 + kills  # of 9 steps: a second or more
@@ -60,7 +51,6 @@ def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Pa
     job = small_runs.job(run_dir, "--epochs", epochs, "--pause", 0.1, "--checkpoint-every", 0, "--keeper", keeper)
     mix = f"--kill-every 1s --seed 1 --count {kills} --faults kill"
     done = run(chaos(mix, *launcher("--max-restarts", 0, "--", *job)), limit=500)
-    print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")
     by_chaos = 1 if keeper == "on" else kills + 1
     assert reported(done.stdout, "starts") == f"{by_chaos} of the command, {kills + 1} of its ranks"
     assert read(run_dir)["restarts"] == kills
@@ -69,12 +59,10 @@ def test_kills_need_no_restart_by_torchrun(keeper: str, kills: int, tmp_path: Pa
     assert reported(done.stdout, "lost, done again") == "0"
 
 
-@pytest.mark.slow
 def test_the_control_a_stock_loop_does_its_steps_again(tmp_path: Path) -> None:
     run_dir, epochs, batch = tmp_path / "run", 2, 72  # 20 steps an epoch
     job = launcher("--script", SUPPORT / "stock_loop.py", "--", "--run-dir", run_dir, epochs, batch, 0.2)
     done = run(chaos("--kill-every 2s --seed 1 --count 1 --faults kill", *job), limit=500)
-    print(f"\n{done.stdout[done.stdout.rindex('  run ') :]}")
     lost = int(reported(done.stdout, "lost, done again"))
     assert lost >= 1, "the samples of these steps were trained on twice"
     assert len(records(run_dir, "train")) == 40 + lost

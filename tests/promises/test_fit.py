@@ -1,7 +1,5 @@
 """`evenkeel.fit` in a Python that stays alive: the bits of train.py, resumes, Ctrl-C, and what it refuses."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -39,13 +37,11 @@ class Notebook:
         )  # fmt: skip
 
     def type(self, code: str) -> None:
-        assert self.process.stdin
         self.process.stdin.write(code + "\nprint('DO' + 'NE')\n")
         self.process.stdin.flush()
 
     def shown(self) -> str:
         """Up to the end of what was typed last."""
-        assert self.process.stdout
         lines = []
         for line in self.process.stdout:
             if "DONE" in line:
@@ -96,9 +92,7 @@ def test_one_process_and_two_have_the_bits_of_train_py(notebook: Notebook, tmp_p
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ctrl_c_leaves_the_interpreter_alive_and_the_last_step_saved(
-    notebook: Notebook, tmp_path: Path, processes: int
-) -> None:
+def test_ctrl_c_leaves_python_alive_and_the_last_step_saved(notebook: Notebook, tmp_path: Path, processes: int) -> None:
     run_forked(TRAIN, *job(tmp_path / "usual", "--reduce", "tree"))
     task = "Mine" if processes == 1 else "recording_task.Recorded"
     slow = tmp_path / "slow"

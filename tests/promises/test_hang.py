@@ -1,7 +1,5 @@
 """Ranks that neither die nor work: noticed, named, saved, started again."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pickle
@@ -100,10 +98,7 @@ def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(run_dir: Path) 
     time.sleep(12)
     assert all(map(running, workers.values()))
     assert process.poll() is None
-    for pid in workers.values():
-        os.kill(pid, signal.SIGKILL)
-    process.kill()
-    process.communicate()
+    runs.kill_workers_and_agent(process)
 
 
 @pytest.mark.slow

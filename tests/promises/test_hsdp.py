@@ -1,14 +1,10 @@
-"""--shard N: the state is divided among each N consecutive ranks, with the bits of one rank, and a lost node costs no
-step, because ranks of other nodes have its rows.
+"""--shard N: the state is divided among each N consecutive ranks, with the bits of one rank.
 
-The control of a lost node, --shard on, is in test_replicate.py.
+That a lost node costs no step, because ranks of other nodes have its rows, is in test_replicate.py.
 """
-
-from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,35 +13,22 @@ from evenkeel.config import Config, shard_size
 from evenkeel.run.sharded_resume import others_have_each_nodes_rows
 from evenkeel.tasks.command_line import parse
 from tests.promises import test_shard
-from tests.promises.test_replicate import goes_on_in_the_bits_of_one, lose_a_node
 from tests.promises.test_shard import results
 from tests.promises.test_sharded_state import RARE, job, log_of, one_rank, slowed  # noqa: F401  (fixtures)
 from tests.support import needs
+from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork_ranks, start, torchrun
-from tests.support.small_runs import (
-    ended,
-    refusal,
-    results_of,
-    signal_ranks_at,
-    starts,
-    told_step,
-    trained,
-    weights_of,
-)
 
 pytestmark = needs.sharding
 
 TWO = [*RARE, "--shard", 2]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "size", "micro_batches"),
-    [(4, 2, 7), pytest.param(4, 2, 12, marks=pytest.mark.slow), pytest.param(6, 3, 7, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("ranks", "size", "micro_batches"), [(4, 2, 7), needs.slow(4, 2, 12), needs.long(6, 3, 7)])
 def test_a_step_has_the_bits_of_one_rank(tmp_path: Path, ranks: int, size: int, micro_batches: int) -> None:
     """With 7 micro-batches some ranks of a replica are idle, or all; three ranks send two sums of theirs."""
-    found = results_of(ranks, "sharded_worker.py", tmp_path, micro_batches, size)
-    one = results_of(1, "sharded_worker.py", tmp_path, micro_batches)
+    found = runs.results_of(ranks, "sharded_worker.py", tmp_path, "bits", micro_batches, size)
+    one = runs.results_of(1, "sharded_worker.py", tmp_path, "bits", micro_batches)
     for way in ("gradients", "norm", "clipped", "foreach"):
         assert found[way] == one[way], way
     if micro_batches == 12:
@@ -53,67 +36,41 @@ def test_a_step_has_the_bits_of_one_rank(tmp_path: Path, ranks: int, size: int, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "size", "micro_batches"),
-    [(4, 2, 7), pytest.param(4, 2, 5, marks=pytest.mark.slow), pytest.param(6, 2, 7, marks=pytest.mark.long)],
-)
-def test_a_step_sends_as_many_bytes_as_the_docs_say(tmp_path: Path, ranks: int, size: int, micro_batches: int) -> None:
-    found = results_of(ranks, "sharded_bytes_worker.py", tmp_path, micro_batches, "bf16", size)
-    assert len(found) == ranks
-    for each in found.values():
-        assert each["counted"] == each["formula"]
-        assert each["counted"]["replicas"] > 0
-
-
-@pytest.mark.parametrize(
     ("ranks", "more"),
     [
         (4, ["--shard", 2, "--clip-norm", 0.5, "--ema", 0.9, "--digest-every", 2]),
-        pytest.param(4, ["--shard", 2, "--precision", "bf16", "--checkpoint-activations"], marks=pytest.mark.slow),
-        pytest.param(6, ["--shard", 3, "--optimizer", "sgd", "--batch-size", 6], marks=pytest.mark.long),
+        needs.slow(4, ["--shard", 2, "--precision", "bf16", "--checkpoint-activations"]),
+        needs.long(6, ["--shard", 3, "--optimizer", "sgd", "--batch-size", 6]),
     ],
 )
-def test_a_run_has_the_bits_and_metrics_of_one_rank(tmp_path: Path, ranks: int, more: list[Any]) -> None:
-    trained(ranks, test_shard.job(tmp_path / "divided", *more))
-    trained(1, test_shard.job(tmp_path / "one", *more, "--shard", "on"))
+def test_a_run_has_the_bits_and_metrics_of_one_rank(tmp_path: Path, ranks: int, more: list) -> None:
+    runs.trained(ranks, test_shard.job(tmp_path / "divided", *more))
+    runs.trained(1, test_shard.job(tmp_path / "one", *more, "--shard", "on"))
     assert results(tmp_path / "divided") == results(tmp_path / "one")
     (step, *_) = sorted((tmp_path / "divided" / "checkpoints").glob("step-*"))
     assert len(list(step.glob("state-*.pt"))) == more[1], "only the first replica writes"
 
 
 @pytest.mark.slow
-def test_killed_ranks_cost_no_step_that_all_ranks_have(
-    run_dir: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_ranks_cost_no_step_that_all_have(run_dir: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRIKES", "loss:1:1 optimizer:2:3 copy:3:5 loss:all:7")
-    ended(start(torchrun(4, TRAIN, *job(run_dir, *TWO), restarts=0)))
-    assert sorted(set(starts(run_dir))) == [0, 1, 3, 4, 7]
-    assert weights_of(run_dir) == one_rank
+    runs.ended(start(torchrun(4, TRAIN, *job(run_dir, *TWO), restarts=0)))
+    assert sorted(set(runs.starts(run_dir))) == [0, 1, 3, 4, 7]
+    assert runs.weights_of(run_dir) == one_rank
 
 
 @pytest.mark.slow
 def test_four_ranks_may_be_two_then_three_then_four(run_dir: Path, one_rank: str) -> None:
-    """Two replicas of two ranks, one, all ranks, and two again."""
     begins = []
     for ranks, step, shard in ((4, 2, 2), (2, 5, 2), (3, 8, "on")):
-        began = told_step(run_dir)
+        began = runs.told_step(run_dir)
         words = job(run_dir, *RARE, "--shard", shard)
-        signal_ranks_at(max(step, began + 1), run_dir, fork_ranks(ranks, TRAIN, *words), signal.SIGTERM)
-        begins.append(told_step(run_dir))
-    trained(4, job(run_dir, *TWO))
-    assert starts(run_dir) == [0, *begins], "all steps that were finished were saved, and none was done twice"
-    assert weights_of(run_dir) == one_rank
+        runs.signal_ranks_at(max(step, began + 1), run_dir, fork_ranks(ranks, TRAIN, *words), signal.SIGTERM)
+        begins.append(runs.told_step(run_dir))
+    runs.trained(4, job(run_dir, *TWO))
+    assert runs.starts(run_dir) == [0, *begins], "all steps that were finished were saved, and none was done twice"
+    assert runs.weights_of(run_dir) == one_rank
     assert "is void" not in log_of(run_dir), "the bits are the same"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "lost", [1, pytest.param(0, marks=pytest.mark.long)], ids=["the second node", "the first node"]
-)
-def test_a_lost_node_costs_no_step_that_all_ranks_had(run_dir: Path, one_rank: str, lost: int) -> None:
-    lose_a_node(run_dir, "--shard", 2, lost=lost)
-    assert "a lost node costs none either" in log_of(run_dir)
-    goes_on_in_the_bits_of_one(run_dir, one_rank, "--shard", 2)
-    assert starts(run_dir)[1] >= 4
 
 
 @pytest.mark.parametrize(
@@ -126,14 +83,12 @@ def test_a_lost_node_costs_no_step_that_all_ranks_had(run_dir: Path, one_rank: s
         ([0, 1, 0, 1, 0, 1, 0, 1], 4, True),  # each replica has two nodes
     ],
 )
-def test_whether_a_lost_node_costs_steps_depends_on_where_replicas_are(
-    local_ranks: list[int], size: int, safe: bool
-) -> None:
+def test_whether_a_lost_node_costs_steps_depends_on_replicas(local_ranks: list[int], size: int, safe: bool) -> None:
     assert others_have_each_nodes_rows(local_ranks, size) == safe
 
 
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
-    assert refusal(test_shard.job(tmp_path / "run", "--shard", 2)) == (
+    assert runs.refusal(test_shard.job(tmp_path / "run", "--shard", 2)) == (
         "--shard 2: 1 rank is no multiple of it; start 2 or 4 ranks, or give --shard on"
     )
     assert not (tmp_path / "run").exists()

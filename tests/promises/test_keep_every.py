@@ -1,11 +1,10 @@
 """Checkpoints that are kept for ever, of a job that is stopped and goes on without the option."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
-from evenkeel.run.checkpoint import read_manifest, step_folders, step_of, verify
+from evenkeel.run.checkpoint import load, read_manifest, step_folders, step_of, verify
+from evenkeel.training.staging import named_tensors
 from tests.support.processes import TRAIN, fork, run_forked
 from tests.support.small_runs import job, stop_at
 
@@ -22,15 +21,7 @@ def test_each_nth_stays_through_a_stop_and_the_line_says_what_the_disk_will_hold
     assert len(paths) - len(kept) <= 2, "the control: the others are the newest and the best"
     written = verify(paths[-1]).files["state.pt"].bytes
     said = re.search(r"of ([\d.]+) (bytes|kB) \(", line)
-    assert said
     size = float(said[1]) * {"bytes": 1, "kB": 1000}[said[2]]
-    tensors = _bytes_of_tensors(paths[-1])
+    tensors = sum(tensor.nbytes for tensor in named_tensors(load(paths[-1])).values())
     assert abs(size - tensors) <= 0.06 * tensors + 64, "before the first step there is no optimizer state to measure"
     assert size <= written
-
-
-def _bytes_of_tensors(path: Path) -> int:
-    from evenkeel.run.checkpoint import load
-    from evenkeel.training.staging import named_tensors
-
-    return sum(tensor.nbytes for tensor in named_tensors(load(path)).values())

@@ -1,7 +1,5 @@
 """Ranks that are killed start again in place: torchrun sees nothing, the bits are the same, and no process is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import processes
+from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork, read, records, run, start, torchrun, wait_until
 from tests.support.small_runs import OWN, ended, keepers_of, own_task, starts, wait_for_start, wait_for_step, workers_of
@@ -29,11 +27,7 @@ def test_the_control_without_keepers_the_same_kill_ends_the_job(run_dir: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "raised",
-    [
-        "ZeroDivisionError: a bug in the user's loss",
-        pytest.param("RuntimeError: NCCL error of my own", marks=pytest.mark.long),
-    ],
+    "raised", ["ZeroDivisionError: a bug in the user's loss", needs.long("RuntimeError: NCCL error of my own")]
 )
 def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_path: Path, raised: str) -> None:
     """Also one that only looks like the loss of a rank."""
@@ -88,7 +82,7 @@ def test_the_same_mistake_again_before_the_first_step_ends_the_job(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "name", "call", "expect", "restarts"),
-    [(2, "SIGSEGV", 1, 1, 1), pytest.param(0, "SIGKILL", 20, -signal.SIGKILL, 3, marks=pytest.mark.long)],
+    [(2, "SIGSEGV", 1, 1, 1), needs.long(0, "SIGKILL", 20, -signal.SIGKILL, 3)],
 )
 def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(
     tmp_path: Path, ranks: int, name: str, call: int, expect: int, restarts: int

@@ -1,7 +1,5 @@
 """The task `lm` through a kill and on other numbers of ranks: the same bits (the control: test_tree.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

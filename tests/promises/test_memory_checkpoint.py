@@ -1,10 +1,7 @@
 """The last step in memory: ranks that start again in place have it before the disk does, and without the disk."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,17 +16,18 @@ from evenkeel.resilience.memory_checkpoint import TRIES
 from evenkeel.run.checkpoint import Checkpoints, Provenance, step_of
 from tests.support import needs, processes
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, finish, fork, read, start, torchrun, wait_until, wait_until_gone
+from tests.support.processes import TRAIN, Process, finish, fork, read, start, torchrun, wait_until, wait_until_gone
 from tests.support.small_runs import ended, saved_step, starts, told_step, trainer_of, wait_for_start, wait_for_step
 from tests.support.small_runs import kept_job as job
 
+pytestmark = pytest.mark.slow
+
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000, "--pause", 0.1]
-WAYS = pytest.mark.parametrize("memory", ["on", pytest.param("off", marks=pytest.mark.slow)])
+WAYS = pytest.mark.parametrize("memory", ["on", needs.slow("off")])
 """The second is the control."""
 
 
 @WAYS
-@pytest.mark.slow
 def test_a_disk_that_takes_nothing_loses_no_step(run_dir: Path, undisturbed: str, memory: str) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-memory", memory)))
     wait_for_step(run_dir, 4, process)
@@ -50,7 +48,7 @@ def test_a_disk_that_takes_nothing_loses_no_step(run_dir: Path, undisturbed: str
 
 
 @contextmanager
-def slow_checkpoint(run_dir: Path, *more: object, real: bool = False) -> Iterator[subprocess.Popen[str]]:
+def slow_checkpoint(run_dir: Path, *more: object, real: bool = False) -> Iterator[Process]:
     """A job that has come to step 4, while the disk has not taken the checkpoint of step 3 yet."""
     words = [TRAIN, *job(run_dir, *RARE, "--checkpoint-every", 3, *more)]
     process = start([sys.executable, *map(str, words)], env=runs.OWN) if real else fork(*words)
@@ -60,7 +58,6 @@ def slow_checkpoint(run_dir: Path, *more: object, real: bool = False) -> Iterato
         yield process
 
 
-@pytest.mark.slow
 @WAYS
 def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_ranks(run_dir: Path, memory: str) -> None:
     with slow_checkpoint(run_dir, "--keeper-memory", memory) as process:
@@ -72,7 +69,6 @@ def test_a_checkpoint_that_is_still_being_written_survives_the_death_of_all_rank
     ended(process)
 
 
-@pytest.mark.slow
 def test_what_is_in_memory_comes_to_the_disk_and_then_goes(run_dir: Path) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--num-workers", 1)))
     wait_for_step(run_dir, 2, process)
@@ -96,8 +92,7 @@ def test_what_is_in_memory_comes_to_the_disk_and_then_goes(run_dir: Path) -> Non
     assert finish(process).returncode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("died", ["keeper", pytest.param("trainer", marks=pytest.mark.long)])
+@pytest.mark.parametrize("died", ["keeper", needs.long("trainer")])
 def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(run_dir: Path, undisturbed: str, died: str) -> None:
     """If torchrun restarts all, their memory is gone: when a keeper is killed, or a trainer after its last restart."""
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper-restarts", 0), restarts=1))
@@ -109,7 +104,6 @@ def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(run_dir: Path,
     assert runs.weights_of(run_dir) == undisturbed
 
 
-@pytest.mark.slow
 @needs.root("make a pid namespace")
 @needs.tools("unshare")
 def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, undisturbed: str) -> None:
@@ -138,7 +132,6 @@ def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, und
     assert runs.weights_of(run_dir) == undisturbed
 
 
-@pytest.mark.slow
 def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(run_dir: Path) -> None:
     process = fork(TRAIN, *job(run_dir, *RARE, "--checkpoint-every", 1, "--pause", 0.02, "--epochs", 20))
     wait_for_step(run_dir, 1, process)
@@ -149,8 +142,7 @@ def test_ten_deaths_in_a_row_leave_one_state_in_memory_at_most(run_dir: Path) ->
         wait_for_start(run_dir, count)
         time.sleep(0.05)
         assert len(runs.states_in_memory(process.pid)) <= 2
-    process.send_signal(signal.SIGTERM)
-    assert finish(process).returncode == 75
+    processes.stop(process, expect=75)
 
 
 TWO_RUNS = """
@@ -172,7 +164,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_the_second(tmp_path: Path) -> None:
     script, first, second = tmp_path / "two_runs.py", tmp_path / "first", tmp_path / "second"
     script.write_text(TWO_RUNS)
@@ -189,10 +180,7 @@ def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_t
     assert starts(second) == [0, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stops", "code"), [pytest.param([signal.SIGTERM], 75, marks=pytest.mark.long), ([signal.SIGINT] * 2, KEYBOARD)]
-)
+@pytest.mark.parametrize(("stops", "code"), [needs.long([signal.SIGTERM], 75), ([signal.SIGINT] * 2, KEYBOARD)])
 def test_a_stop_while_a_keeper_of_changed_code_waits_for_the_disk(tmp_path: Path, stops: list[int], code: int) -> None:
     """It ends the job as stopped, or, if a second Ctrl-C comes, at once and with the code that says so."""
     run_dir, task = tmp_path / "run", runs.own_task(tmp_path)
@@ -208,18 +196,17 @@ def test_a_stop_while_a_keeper_of_changed_code_waits_for_the_disk(tmp_path: Path
     assert saved_step(run_dir) == (0 if code == KEYBOARD else 3)
 
 
-def killed(process: subprocess.Popen[str]) -> int:
+def killed(process: Process) -> int:
     """Kill its trainer; the pid of the child that then writes."""
     os.kill(trainer_of(process), signal.SIGKILL)
     return int(wait_until(lambda: writer_of(process), "a child that writes"))
 
 
-def writer_of(process: subprocess.Popen[str]) -> int:
+def writer_of(process: Process) -> int:
     """0: there is none."""
     return next((pid for pid in runs.children(process.pid) if process_name(pid) == "writer"), 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("looks", [True, False], ids=["", "control"])
 def test_a_writer_that_was_frozen_leaves_a_run_alone_that_began_meanwhile(tmp_path: Path, looks: bool) -> None:
     """With --fresh. In the control it does not look whose folder it is, and the new run goes on from the old state."""
@@ -242,7 +229,6 @@ def test_a_writer_that_was_frozen_leaves_a_run_alone_that_began_meanwhile(tmp_pa
     assert "a process continues writing it" in told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, TRIES])
 def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(run_dir: Path, kills: int) -> None:
     """The ranks that start again have that step from memory, and do not evaluate it again. With TRIES: the control."""
@@ -258,7 +244,6 @@ def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(run_dir:
     done = ended(process)
     assert starts(run_dir) == [0, 3]
     best = Checkpoints(run_dir / "checkpoints", 1, Provenance(("test/loss", "min"))).best_path()
-    assert best
     assert (step_of(best) == 3) == (kills < TRIES)
     assert done.stderr.count("NOT SAVED") == (kills == TRIES)
 
@@ -274,7 +259,6 @@ STOPS = {
 """What is sent, and whether that ends the wait: the first three are the control."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stops", "ends"),
     [pytest.param(*it, marks=[] if name in ("one Ctrl-C", "two") else pytest.mark.long) for name, it in STOPS.items()],
@@ -299,7 +283,6 @@ def test_a_second_ctrl_c_ends_the_wait(run_dir: Path, stops: list[tuple[float, s
     assert saved_step(run_dir) == (0 if ends else 3)
 
 
-@pytest.mark.slow
 def test_a_second_ctrl_c_for_the_trainer_is_one_for_its_keeper(tmp_path: Path) -> None:
     with slow_checkpoint(tmp_path / "run") as process:
         process.send_signal(INT)
@@ -310,7 +293,6 @@ def test_a_second_ctrl_c_for_the_trainer_is_one_for_its_keeper(tmp_path: Path) -
     assert finish(process).stderr == "".join(said)
 
 
-@pytest.mark.slow
 def test_the_last_checkpoint_survives_the_death_of_the_rank_that_writes_it(tmp_path: Path) -> None:
     """All others have finished by then."""
     run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 6)
@@ -323,7 +305,6 @@ def test_the_last_checkpoint_survives_the_death_of_the_rank_that_writes_it(tmp_p
     assert starts(run_dir) == [0, 27]
 
 
-@pytest.mark.slow
 def test_a_start_waits_for_what_a_keeper_has_left_to_a_child(tmp_path: Path) -> None:
     run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 25)
     words = job(run_dir, *RARE, "--checkpoint-every", 3, "--keeper-restarts", 0, "--grace", 1, "--task", task)
@@ -339,7 +320,6 @@ def test_a_start_waits_for_what_a_keeper_has_left_to_a_child(tmp_path: Path) -> 
     assert starts(run_dir) == [0, 3]
 
 
-@pytest.mark.slow
 def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_later(run_dir: Path) -> None:
     """It writes step 3 when the next start has come further."""
     often = ["--checkpoint-every", 3, "--keep", 2, "--grace", 1]

@@ -1,11 +1,8 @@
 """--shard on: only rank 0 has memory for the whole model, and all ranks have its values."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,12 +31,12 @@ def devices(folder: Path, ranks: int) -> list[str]:
 
 @pytest.mark.parametrize("ema", [0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_other_ranks_than_0_have_their_rows_and_a_block_in_memory(tmp_path: Path, ema: float) -> None:
-    found = results_of(3, "host_memory_worker.py", tmp_path, ema, "meta")
+    found = results_of(3, "memory_worker.py", tmp_path, "start", ema, "meta")
     most = found["model"] / 3 * (2 if ema else 1) + found["block"] + SMALL
     first, *others = found["growth"]
     assert max(others) < most
     assert first < found["model"] + found["block"] + SMALL
-    control = results_of(3, "host_memory_worker.py", tmp_path, ema, "real")
+    control = results_of(3, "memory_worker.py", tmp_path, "start", ema, "real")
     assert min(control["growth"]) > most, "the control: each rank builds all of it"
 
 
@@ -52,7 +49,7 @@ def test_other_ranks_than_0_have_their_rows_and_a_block_in_memory(tmp_path: Path
     ],
 )
 @pytest.mark.slow
-def test_all_have_rank_0_s_values(tmp_path: Path, more: list[Any]) -> None:
+def test_all_have_rank_0_s_values(tmp_path: Path, more: list) -> None:
     """By torchrun, whose ranks do not order sets alike."""
     for ranks in (1, 3):
         ended(start(torchrun(ranks, TRAIN, *job(tmp_path / f"run-{ranks}", *more))))
@@ -75,9 +72,8 @@ def test_what_only_rank_0_refuses_ends_all_in_a_line(tmp_path: Path) -> None:
     torch.save({"other": torch.ones(3)}, tmp_path / "file.pt")
     words = torchrun(2, TRAIN, *job(tmp_path / "run", "--init-from", tmp_path / "file.pt"))
     said = checked(finish(start(words)), -signal.SIGALRM).stderr.splitlines()
-    lines = [
-        line for line in said if "[c10d] The hostname of the client socket" not in line
-    ]  # torch, without a resolver
+    noise = "[c10d] The hostname of the client socket"  # torch, without a resolver
+    lines = [line for line in said if noise not in line]
     assert the_line("\n".join(lines)).startswith("--init-from ")
     assert not (tmp_path / "run").exists()
 

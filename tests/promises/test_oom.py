@@ -1,7 +1,5 @@
 """Memory that runs out: what is said, how a run goes on, and the micro-batch that fits."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 from evenkeel.data.plan import Plan
 from tests.support import processes
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, checked, finish, finish_all, fork, free_port, kill_group, read, run_forked
+from tests.support.processes import TRAIN, checked, finish, finish_all, fork, free_port, read, run_forked
 from tests.support.small_runs import ODD_TASKS, SAMPLES, Records, each_once, options, starts, wait_for_step, weights_of
 
 EPOCHS, BATCH = 2, 16
@@ -40,14 +38,10 @@ def test_auto_finds_what_fits_agrees_on_it_and_keeps_it(tmp_path: Path) -> None:
         return fork(TRAIN, *job(folder, "auto", *more), env=common | {key: str(value) for key, value in own.items()})
 
     started = [rank(r, run_dir, LOCAL_RANK=r, LOCAL_WORLD_SIZE=2, ROOM=(6000, 3000)[r]) for r in range(2)]
-    try:
-        wait_for_step(run_dir, 2, started[0])
-        for process in started:
-            process.send_signal(signal.SIGTERM)
-        first, _ = [checked(finish(process), 75) for process in started]
-    finally:
-        for process in started:
-            kill_group(process)
+    wait_for_step(run_dir, 2, started[0])
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+    first, _ = finish_all(started, 75)
     assert "--micro-batch auto: 4 samples fit, on rank 1 no more" in first.stdout, "rank 0 alone would have taken 8"
     assert "micro_batch = 4\n" in (run_dir / "config.toml").read_text()
 

@@ -1,10 +1,7 @@
 """A task's own order, or steps of bounded tokens: each position once through kills, stops and changes of ranks."""
 
-from __future__ import annotations
-
 import json
 import random
-import signal
 import sys
 from itertools import chain, pairwise
 from pathlib import Path
@@ -16,9 +13,10 @@ from evenkeel.config import Config
 from evenkeel.data.order import order_of, positions_in, token_batches
 from evenkeel.data.plan import Plan
 from evenkeel.training.task_data import training_set
+from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.ordered_task import Own
-from tests.support.processes import TRAIN, finish, read, run_forked, start, torchrun
+from tests.support.processes import TRAIN, read, run_forked, start, torchrun
 from tests.support.small_runs import SUPPORT, Records, ended, failed, kill_at, options, starts, trained, weights_of
 
 TASK = f"{SUPPORT / 'ordered_task.py'}:Own"
@@ -36,11 +34,9 @@ def job(run_dir: Path, way: str, *more: object) -> list[str]:
 
 
 def expected(way: str) -> list[list[int]]:
-    """The samples of each step."""
-    config = Config(epochs=3, **(TOKENS if way == "tokens" else LISTED))  # type: ignore[arg-type]
-    dataset = training_set(Own(way=way), config)  # type: ignore[arg-type]
+    config = Config(epochs=3, **(TOKENS if way == "tokens" else LISTED))
+    dataset = training_set(Own(way=way), config)
     order, length = order_of(dataset), positions_in(dataset)
-    assert order
     plan = Plan.of(config, length, token_batches(dataset))
     positions = np.arange(plan.samples, dtype=np.uint64)
     epochs = [order.shuffled(positions, config.seed, epoch).tolist() for epoch in range(3)]
@@ -62,13 +58,8 @@ def trained_on(folder: Path, first: int, end: int, world_size: int) -> list[list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "workers"), [("order", 2), pytest.param("weights", 0, marks=pytest.mark.long), ("tokens", 2)]
-)
-def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
-    tmp_path: Path, way: str, workers: int
-) -> None:
-    """kill -9 of the whole job on 2 ranks, SIGTERM on 3, the rest on 1; and the bits of a run that nobody disturbs."""
+@pytest.mark.parametrize(("way", "workers"), [("order", 2), needs.long("weights", 0), ("tokens", 2)])
+def test_killed_and_finished_on_other_ranks_each_position_comes_once(tmp_path: Path, way: str, workers: int) -> None:
     run_dir, record = tmp_path / "run", Records(tmp_path / "record")
     words = job(run_dir, way, "--num-workers", workers, "--record", record.link)
     record.of_another_attempt()
@@ -76,9 +67,7 @@ def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     kill_at(killed_at := random.randrange(3, 6), run_dir, process)
     record.of_another_attempt()
     process = start(torchrun(3, TRAIN, *words, "--pause", 0.1))
-    runs.wait_for_step(run_dir, killed_at + random.randrange(1, 4), process)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
+    runs.stop_at(run_dir, killed_at + random.randrange(1, 4), process)
     record.of_another_attempt()
     ended(start([sys.executable, TRAIN, *words]))
 
@@ -99,8 +88,8 @@ def test_killed_stopped_and_finished_on_other_ranks_each_position_comes_once(
     ("way", "broken", "line"),
     [
         ("weights", "start", r"was read in 50 draws by sample_weights() ("),
-        pytest.param("order", "start", "was read in an order of 50 samples by order() (", marks=pytest.mark.long),
-        pytest.param("tokens", "start", "13 micro-batches of at most 33 tokens by sample_l", marks=pytest.mark.long),
+        needs.long("order", "start", "was read in an order of 50 samples by order() ("),
+        needs.long("tokens", "start", "13 micro-batches of at most 33 tokens by sample_l"),
         ("order", "later", "order(1) is not what it was when the run was in that epoch"),
     ],
 )
@@ -125,12 +114,10 @@ def test_ranks_with_different_orders_are_refused_before_a_step_is_trained_on(tmp
     ("broken", "line"),
     [
         ("rank-later", "order(1) is one order on rank 0 and another on rank 1"),
-        pytest.param("length", "order(1) has 49 samples and order(0) has 50", marks=pytest.mark.long),
+        needs.long("length", "order(1) has 49 samples and order(0) has 50"),
     ],
 )
-def test_a_later_epoch_that_is_wrong_ends_the_run_before_it(
-    tmp_path: Path, run_dir: Path, broken: str, line: str
-) -> None:
+def test_a_later_epoch_that_is_wrong_ends_the_run(tmp_path: Path, run_dir: Path, broken: str, line: str) -> None:
     first, _ = failed(2, job(run_dir, "order", "--broken", broken))
     assert first.stderr.count(line) == 1
     assert read(run_dir, "status.json")["step"] == 4

@@ -1,13 +1,10 @@
 """A tracker of one's own: on rank 0 only, each step at most once through a kill, refused before anything is written."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,10 +62,9 @@ def test_what_is_no_tracker_is_refused_before_anything_is_written(tmp_path: Path
 
 
 def logged_in_mlflow(folder: Path, run: str) -> dict[str, list[tuple[int, float]]]:
-    """Of MLflow itself."""
-    import mlflow  # type: ignore[import-not-found, unused-ignore]
+    import mlflow
 
-    client: Any = mlflow.MlflowClient(f"file://{folder}")
+    client = mlflow.MlflowClient(f"file://{folder}")
     assert client.get_run(run).info.status == "FINISHED"
     assert [it.path for it in client.list_artifacts(run)] == ["scores"]
     names = client.get_run(run).data.metrics

@@ -1,7 +1,5 @@
 """Parts of a loss are means over the global batch on any number of ranks, as the loss is."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from statistics import mean

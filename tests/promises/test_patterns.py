@@ -1,7 +1,5 @@
 """Each task of docs/patterns.md trains, with the same bits on one process and on two ranks of which one is killed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Mixed precision, averaged weights and early stopping, through kills and other numbers of ranks."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil
@@ -16,12 +14,11 @@ from tests.support.components import has
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until
 from tests.support.small_runs import interrupt, model_of, recipe_job, saved_step, signal_ranks, trained, weights_of
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_killed_and_resumed_on_other_ranks_bits_scale_and_skipped_steps_are_the_same(
-    tmp_path: Path, precision: str
-) -> None:
+def test_killed_and_resumed_on_other_ranks_bits_scale_and_skips_are_the_same(tmp_path: Path, precision: str) -> None:
     """kill -9 of everything on 2 ranks, then of one, then SIGTERM on 3, the rest on one without a process group."""
     recipe = ["--precision", precision, "--ema", 0.9, "--clip-norm", 1, "--reduce", "tree", "--checkpoint-every", 2]
     # fp16: overflows in the first ten steps or so; bf16: BatchNorm's weights and statistics stay as they are
@@ -54,7 +51,6 @@ def test_killed_and_resumed_on_other_ranks_bits_scale_and_skipped_steps_are_the_
         assert 5 < scales[-1][1] < 25, "some steps were left out and some were not"
 
 
-@pytest.mark.slow
 def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_would_have(tmp_path: Path) -> None:
     """The score never gets better: evaluations at steps 3, 6 and 9, and patience 2, end the run at step 9 of 27."""
     hold, run_dir, plain = tmp_path / "hold", tmp_path / "run", tmp_path / "undisturbed"

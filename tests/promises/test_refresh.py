@@ -1,7 +1,5 @@
 """Data that the model makes is made again at a resume in mid-epoch, on any number of ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.run.checkpoint import load, step_folders
+from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, records, run_forked, start, torchrun
 from tests.support.small_runs import SUPPORT, ended, failed, interrupt, options, trained, weights_of
@@ -58,11 +57,7 @@ def test_killed_in_mid_epoch_it_goes_on_with_the_same_data_on_any_ranks(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(("--place", "0=0,3=1"), marks=pytest.mark.long), ("--model-parallel", 2)],
-    ids=["placed", "cut"],
-)
+@pytest.mark.parametrize("way", [needs.long(("--place", "0=0,3=1")), ("--model-parallel", 2)], ids=["placed", "cut"])
 def test_a_model_on_several_devices_makes_the_same_data(tmp_path: Path, alone: Path, way: tuple[object, ...]) -> None:
     """refresh() gets a copy of it, whose networks must be on the same devices."""
     trained(2, recorded("placed", tmp_path, *way))

@@ -1,7 +1,5 @@
 """A killed rank comes back under a plain torchrun."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 

@@ -1,7 +1,5 @@
 """--digest-every with --shard on: of whole tensors, the same on any number of ranks; replay and audit agree."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -42,9 +40,8 @@ def said(*words: object, expect: int = 0) -> str:
 
 def test_they_are_those_of_one_process_whatever_its_parts(killed: Path, tmp_path: Path) -> None:
     trained(0, job(tmp_path / "alone", *WORDS))
-    found, alone = (
-        {it["step"]: it["digests"] for it in records(run, "digest")} for run in (killed, tmp_path / "alone")
-    )
+    both = (killed, tmp_path / "alone")
+    found, alone = ({it["step"]: it["digests"] for it in records(run, "digest")} for run in both)
     assert list(alone) == [*range(1, 13)]
     assert found.items() <= alone.items()
     assert len(found) >= 10, "two attempts may have ended between a step and its record"

@@ -1,6 +1,4 @@
-"""torch's schedulers are part of the committed state: a plain loop's rates, through kills and on other ranks."""
-
-from __future__ import annotations
+"""Built-in optimizers and torch's schedulers are part of the committed state: through kills and on other ranks."""
 
 import random
 import signal
@@ -9,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from evenkeel.run.checkpoint import load
+from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork_ranks, read, records, run_forked, wait_until
 from tests.support.recipe_task import STEPS, bare_rates
 from tests.support.small_runs import interrupt, recipe_job, refusal, saved_step, signal_ranks, trained, weights_of
+from tests.training.test_optimizers import WITH_MUON
 
 
 def job(run_dir: Path, kind: str, *more: object, task: str = "Scheduled") -> list[str]:
@@ -31,10 +31,8 @@ def kill(ranks: int, run_dir: Path, slow: Path, words: list[str], victims: int =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("onecycle", marks=pytest.mark.long), "plateau", "sequential"])
-def test_killed_and_finished_on_other_ranks_rates_and_bits_are_those_of_an_undisturbed_run(
-    tmp_path: Path, kind: str
-) -> None:
+@pytest.mark.parametrize("kind", [needs.long("onecycle"), "plateau", "sequential"])
+def test_killed_and_finished_on_other_ranks_rates_and_bits_are_as_undisturbed(tmp_path: Path, kind: str) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     words = job(run_dir, kind, "--slow", slow)
     kill(2, run_dir, slow, words)
@@ -92,3 +90,26 @@ def test_what_would_set_other_rates_is_refused(run_dir: Path) -> None:
     assert "the run's --eval-every was 3 and is 2 now: the schedulers would set other learning rates" in done.stderr
     trained(0, longer)
     assert rates(run_dir)[9] == bare_rates("plateau")[8], "one that is stepped by evaluations may be made longer"
+
+
+KINDS = {
+    "muon": ["--optimizer", "muon", "--momentum", 0.9, "--betas", 0.9, 0.95],
+    "adamw": ["--betas", 0.8, 0.95],
+    "sgd": ["--optimizer", "sgd", "--momentum", 0.5],
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("muon", marks=WITH_MUON), needs.slow("adamw"), needs.long("sgd")])
+def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(tmp_path: Path, kind: str) -> None:
+    run_dir, slow, options = tmp_path / "run", tmp_path / "slow", ["--reduce", "tree", *KINDS[kind]]
+    words = recipe_job(run_dir, *options, "--checkpoint-every", 2, "--slow", slow)
+    interrupt(2, run_dir, words, step=5, slow=slow)
+    trained(1, words)
+    trained(2, recipe_job(tmp_path / "plain", *options))
+    assert read(run_dir)["world_sizes"] == [2, 1]
+    assert weights_of(run_dir) == weights_of(tmp_path / "plain")
+    other = [*options[:-1], 0.3]
+    line = refusal(recipe_job(run_dir, *other))
+    assert "has another run: --momentum was" in line or "has another run: --betas was" in line
+    trained(0, recipe_job(tmp_path / "other", *other))
+    assert weights_of(tmp_path / "other") != weights_of(run_dir), "the control: the option has an effect"

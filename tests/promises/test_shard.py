@@ -1,7 +1,5 @@
 """--shard on: the same bits on any number of ranks, and the metrics and weights of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,8 @@ job = job_of("sharded_task.py:Sharded", SHAPE)
 
 @pytest.mark.parametrize("micro_batches", [12, 7, 2])
 def test_a_step_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, micro_batches: int) -> None:
-    """With 2 micro-batches most ranks are idle, and end in time."""
     ranks = (1, 2, 3, 4) if micro_batches == 12 else (1, 3)
-    results = {each: results_of(each, "sharded_worker.py", tmp_path, micro_batches) for each in ranks}
+    results = {each: results_of(each, "sharded_worker.py", tmp_path, "bits", micro_batches) for each in ranks}
     ours = {way: {found[way] for found in results.values()} for way in results[1] if not way.startswith("control")}
     assert all(len(found) == 1 for found in ours.values()), ours
     if micro_batches == 12:
@@ -33,21 +30,30 @@ def test_a_step_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, micro_b
             assert len({found[control] for found in results.values()}) > 1, control
 
 
-@pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (3, "fp32"), (3, "bf16")])
-def test_a_step_sends_as_many_bytes_as_the_docs_say(tmp_path: Path, ranks: int, precision: str) -> None:
-    """With 7 micro-batches, so that some ranks are idle in the last round, and rows that 2 and 3 do not divide."""
-    found = results_of(ranks, "sharded_bytes_worker.py", tmp_path, 7, precision)
+@pytest.mark.parametrize(
+    ("precision", "ranks", "micro_batches", "size"),
+    [
+        *(("fp32", 2, 7, 2), ("fp32", 3, 7, 3), ("bf16", 3, 7, 3), ("bf16", 4, 7, 2)),
+        needs.slow("bf16", 4, 5, 2),
+        needs.long("bf16", 6, 7, 2),
+    ],
+)
+def test_a_step_sends_as_many_bytes_as_the_docs_say(
+    tmp_path: Path, precision: str, ranks: int, micro_batches: int, size: int
+) -> None:
+    found = results_of(ranks, "sharded_worker.py", tmp_path, precision, micro_batches, size)
     assert len(found) == ranks
     for each in found.values():
         assert each["counted"] == each["formula"]
         assert min(each["counted"]["weights"], each["counted"]["gradients"]) > 0
+        assert (each["counted"]["replicas"] > 0) == (size < ranks)
 
 
 def test_a_model_is_divided_one_block_after_the_other(tmp_path: Path) -> None:
     """What is not a rank's is freed after each block, so that the whole model and the rows are never there together."""
-    found = results_of(2, "division_worker.py", tmp_path, "ours")
+    found = results_of(2, "memory_worker.py", tmp_path, "division", "ours")
     assert found["growth"] < 1.5 * found["block"]
-    control = results_of(2, "division_worker.py", tmp_path, "held")
+    control = results_of(2, "memory_worker.py", tmp_path, "division", "held")
     assert control["growth"] > 0.4 * control["model"]
 
 
@@ -71,8 +77,8 @@ def results(run_dir: Path) -> tuple[str, Any]:
     "more",
     [
         ["--clip-norm", 0.5, "--ema", 0.9],
-        pytest.param(["--precision", "bf16", "--checkpoint-activations"], marks=pytest.mark.slow),
-        pytest.param(["--optimizer", "sgd", "--batch-size", 6], marks=pytest.mark.slow),
+        needs.slow(["--precision", "bf16", "--checkpoint-activations"]),
+        needs.slow(["--optimizer", "sgd", "--batch-size", 6]),
     ],
 )
 def test_a_run_has_the_same_bits_and_metrics_on_any_number_of_ranks(tmp_path: Path, more: list[Any]) -> None:
@@ -122,14 +128,9 @@ OUTSIDE = "--shard: a weight is used outside of the forward() of its block"
     ("way", "line"),
     [
         ("number", f"{OUTSIDE} at "),
-        *(
-            pytest.param(way, OUTSIDE, marks=pytest.mark.slow)
-            for way in ("draw", "row", "rows", "penalty", "whole penalty")
-        ),
-        pytest.param("write", "loss() or the model's forward() (or faulty memory) changes", marks=pytest.mark.slow),
-        pytest.param(
-            "gradient", "--shard: create_graph=True: gradients of gradients are not supported", marks=pytest.mark.slow
-        ),
+        *(needs.slow(way, OUTSIDE) for way in ("draw", "row", "rows", "penalty", "whole penalty")),
+        needs.slow("write", "loss() or the model's forward() (or faulty memory) changes"),
+        needs.slow("gradient", "--shard: create_graph=True: gradients of gradients are not supported"),
     ],
 )
 def test_what_would_count_this_ranks_rows_for_the_weight_ends_in_one_line(tmp_path: Path, way: str, line: str) -> None:

@@ -1,11 +1,8 @@
 """--micro-batch auto with --shard on: each rank tries alone, and no rank waits for one that has run out of memory."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,8 +18,7 @@ job = job_of("hungry_blocks_task.py:HungryBlocks", SHAPE)
 AMPLE = 40_000
 
 
-def ranks_with(rooms: list[int], *arguments: object) -> list[Any]:
-    """Start ranks with so many MiB of memory each."""
+def ranks_with(rooms: list[int], *arguments: object) -> list:
     every = zip(rank_variables(len(rooms)), rooms, strict=True)
     return [fork(*arguments, env={**variables, "ROOM": str(room)}) for variables, room in every]
 
@@ -31,13 +27,11 @@ def ranks_with(rooms: list[int], *arguments: object) -> list[Any]:
     ("rooms", "number", "more"),
     [
         ([6000, 3900], 4, ["--ema", 0.9]),
-        pytest.param([8000, 8000, 2100], 2, ["--hungry-in", "backward"], marks=pytest.mark.slow),
-        pytest.param([3900, 6000], 4, ["--precision", "bf16", "--checkpoint-activations"], marks=pytest.mark.long),
+        needs.slow([8000, 8000, 2100], 2, ["--hungry-in", "backward"]),
+        needs.long([3900, 6000], 4, ["--precision", "bf16", "--checkpoint-activations"]),
     ],
 )
-def test_ranks_agree_and_the_run_is_that_of_the_number_typed(
-    tmp_path: Path, rooms: list[int], number: int, more: list[Any]
-) -> None:
+def test_ranks_agree_and_the_run_is_as_if_typed(tmp_path: Path, rooms: list[int], number: int, more: list) -> None:
     auto, typed = tmp_path / "auto", tmp_path / "typed"
     first, *_ = finish_all(ranks_with(rooms, TRAIN, *job(auto, "--micro-batch", "auto", *more)))
     least = rooms.index(min(rooms))
@@ -48,24 +42,21 @@ def test_ranks_agree_and_the_run_is_that_of_the_number_typed(
     assert read(auto)["metrics"] == read(typed)["metrics"]
 
 
-def workers(rooms: str, *arguments: object) -> list[Any]:
+def workers(rooms: str, *arguments: object) -> list:
     """Start auto_worker.py on ranks with so many MiB of memory each."""
     variables = rank_variables(len(rooms.split()))
     return [fork(SUPPORT / "auto_worker.py", *arguments, env={**it, "ROOMS": rooms}) for it in variables]
 
 
-def outcomes(tmp_path: Path, rooms: str, *arguments: object) -> list[dict[str, Any]]:
-    """What that finds on each rank."""
+def outcomes(tmp_path: Path, rooms: str, *arguments: object) -> list[dict]:
     finish_all(workers(rooms, tmp_path / "found.json", *arguments))
-    return json.loads((tmp_path / "found.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((tmp_path / "found.json").read_text())
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("forward", 0.9, "fp32", "all"), pytest.param(("backward", 0, "bf16", "recompute"), marks=pytest.mark.slow)],
+    "arguments", [("forward", 0.9, "fp32", "all"), needs.slow(("backward", 0, "bf16", "recompute"))]
 )
 def test_trials_leave_no_trace(tmp_path: Path, arguments: tuple[object, ...]) -> None:
-    """Weights, averages and optimizers in every bit, and generators; and FSDP2 goes on."""
     for rank in outcomes(tmp_path, "6000 3900", "ours", *arguments):
         assert rank["number"] == 4
         assert (rank["tensors"], rank["generators"], rank["gradients"], rank["learns"]) == (True, True, False, True)
@@ -91,12 +82,12 @@ def test_with_real_collectives_in_a_trial_they_wait(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 # of 14 samples: 7 and 2 micro-batches, in 4 rounds and in 1
-@pytest.mark.parametrize("micro_batch", [2, pytest.param(7, marks=pytest.mark.long)])
+@pytest.mark.parametrize("micro_batch", [2, needs.long(7)])
 def test_a_trial_takes_the_memory_of_a_step(tmp_path: Path, micro_batch: int) -> None:
     """The control, without a reserve for sums, takes less, if there are several rounds."""
     peaks, exact = {}, {"MALLOC_MMAP_THRESHOLD_": "500000", "MALLOC_ARENA_MAX": "1"}
     for way in ("step", "trial", "control"):
-        command = [sys.executable, SUPPORT / "auto_peak_worker.py", tmp_path / way, way, micro_batch]
+        command = [sys.executable, SUPPORT / "memory_worker.py", tmp_path / way, "peak", way, micro_batch]
         finish_all([start(command, env={**it, **exact}) for it in rank_variables(2)])
         peaks[way] = json.loads((tmp_path / way).read_text())
     assert 0.98 * peaks["step"] < peaks["trial"] < 1.1 * peaks["step"], peaks

@@ -1,9 +1,6 @@
 """The commands on the files of a sharded run of two ranks: they answer as of a run that is not divided."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +8,7 @@ from tests.support import needs
 from tests.support.processes import evenkeel, read
 from tests.support.small_runs import evaluation_of, job_of, trained, weights_of
 
-pytestmark = needs.sharding
+pytestmark = [needs.sharding, pytest.mark.slow]
 
 SHAPE = "--epochs 2 --batch-size 20 --micro-batch 3 --reduce tree --checkpoint-every 2 --keep 3 --log-every 1"
 job = job_of("sharded_task.py:Predicted", SHAPE)
@@ -26,7 +23,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -44,12 +40,10 @@ def test_a_command_says_what_is_expected(folder: Path, words: list[str], expecte
     assert expected in said
 
 
-@pytest.mark.slow
 def test_two_runs_on_other_ranks_have_no_difference(folder: Path) -> None:
     assert "no difference" in evenkeel("bisect", folder / "two", folder / "three").stdout
 
 
-@pytest.mark.slow
 def test_files_made_of_it_are_those_of_a_run_that_is_not_divided(folder: Path) -> None:
     assert weights_of(folder / "two") == weights_of(folder / "whole")
     found: dict[str, list[bytes]] = {"predict": [], "export": []}
@@ -63,9 +57,8 @@ def test_files_made_of_it_are_those_of_a_run_that_is_not_divided(folder: Path) -
         assert of_two == of_whole
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "more"), [(2, ["--shard", "on"]), (1, ["--shard", "off"])])
-def test_its_weights_are_evaluated_as_in_the_run(folder: Path, tmp_path: Path, ranks: int, more: list[Any]) -> None:
+def test_its_weights_are_evaluated_as_in_the_run(folder: Path, tmp_path: Path, ranks: int, more: list) -> None:
     expected = read(folder / "two")["metrics"]
     own = evaluation_of(trained(ranks, job(folder / "two", "--eval-only", *more))[0])
     taken = evaluation_of(trained(ranks, job(tmp_path / "new", "--eval-only", "--init-from", folder / "two", *more))[0])

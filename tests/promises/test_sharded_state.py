@@ -1,40 +1,24 @@
-"""--shard on: kills, stops, other numbers of ranks and damaged files end in the same bits.
+"""--shard on: kills, stops, other numbers of ranks and damaged files end in the same bits, also with schedulers.
 
 The controls of slots and files are in tests/run/test_sharded_checkpoint.py.
 """
-
-from __future__ import annotations
 
 import os
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from evenkeel.run.checkpoint import load
-from tests.run.test_checkpoint import same
+from tests.run.test_checkpoint import flip_a_bit, same
 from tests.support import needs, processes
-from tests.support.processes import ROOT, TRAIN, fork_ranks, start, torchrun
-from tests.support.small_runs import (
-    ended,
-    keepers_of,
-    options,
-    saved_step,
-    signal_ranks_at,
-    starts,
-    told_step,
-    trained,
-    wait_for_start,
-    wait_for_step,
-    weights_of,
-)
+from tests.support import small_runs as runs
+from tests.support.processes import ROOT, TRAIN, Process, fork_ranks, records, start, torchrun
 
-pytestmark = needs.sharding
+pytestmark = [needs.sharding, pytest.mark.slow]
 
 STEPS = 12
 SHARD = ["--shard", "on", "--reduce", "tree", "--batch-size", 7, "--micro-batch", 1, "--max-steps", STEPS]
@@ -43,7 +27,7 @@ RARE = [*SHARD, *QUIET, "--checkpoint-every", 0]
 
 
 def job(run_dir: Path, *more: object, task: str = "Struck") -> list[str]:
-    return options(f"{ROOT / 'tests' / 'support' / 'struck_task.py'}:{task}", run_dir, *(more or RARE))
+    return runs.options(f"{ROOT / 'tests' / 'support' / 'struck_task.py'}:{task}", run_dir, *(more or RARE))
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +36,10 @@ def slowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The sha256 of the weights that one rank gets, which nobody disturbs."""
-    run_dir = tmp_path_factory.mktemp("one") / "run"
-    trained(1, job(run_dir))
-    return weights_of(run_dir)
+one_rank = runs.weights_undisturbed(1, job)
 
 
-def three_ranks(run_dir: Path, *more: object, restarts: int = 0) -> subprocess.Popen[str]:
+def three_ranks(run_dir: Path, *more: object, restarts: int = 0) -> Process:
     return start(torchrun(3, TRAIN, *job(run_dir, *(more or RARE)), restarts=restarts))
 
 
@@ -68,31 +47,21 @@ def log_of(run_dir: Path) -> str:
     return "\n".join(path.read_text() for path in sorted((run_dir / "logs").glob("*/rank-*.log")))
 
 
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.slow
-def test_ten_kills_in_the_pass_the_step_and_the_copy_cost_no_step_that_all_ranks_have(
-    run_dir: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_kills_cost_no_step_that_all_have(run_dir: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strikes = ["loss:1:1", "optimizer:2:2", "copy:0:4", "loss:all:5", "copy:1:6", "optimizer:0:7", "loss:2:8"]
     strikes += ["copy:2:9", "loss:0:10", "optimizer:1:11"]
     monkeypatch.setenv("STRIKES", " ".join(strikes))
-    ended(three_ranks(run_dir))
+    runs.ended(three_ranks(run_dir))
     # killed in the optimizer's third step or in the copy of the fourth, a rank has only the step before
     expected = [0, 1, 2, 3, 5, 5, 7, 8, 8, 10, 11]
-    assert sorted(set(starts(run_dir))) == sorted(set(expected))
-    assert starts(run_dir) == sorted(starts(run_dir)), "none goes further back than the attempt before"
+    assert sorted(set(runs.starts(run_dir))) == sorted(set(expected))
+    assert runs.starts(run_dir) == sorted(runs.starts(run_dir)), "none goes further back than the attempt before"
     # of loss:all a rank may be left over, and is killed in the attempt after it
-    assert len(expected) <= len(starts(run_dir)) <= len(expected) + 2
+    assert len(expected) <= len(runs.starts(run_dir)) <= len(expected) + 2
     assert "which was in memory; the ranks had [[2, 3], [2, 3], [1, 2]]" in log_of(run_dir)
-    assert weights_of(run_dir) == one_rank
+    assert runs.weights_of(run_dir) == one_rank
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True], ids=["recorded", "not recorded"])
 @pytest.mark.parametrize(("shard", "victims"), [("on", "all"), pytest.param("off", "0", marks=pytest.mark.long)])
 def test_an_evaluation_right_before_a_kill_is_done_once(
@@ -102,13 +71,13 @@ def test_an_evaluation_right_before_a_kill_is_done_once(
     before the record of the evaluation, which is done again."""
     often = [*RARE, "--eval-every", 3]
     often[1] = shard
-    trained(1, job(tmp_path / "undisturbed", *often))
+    runs.trained(1, job(tmp_path / "undisturbed", *often))
     monkeypatch.setenv("STRIKES", "evaluated:0:3" if lost else f"loss:{victims}:3")
     monkeypatch.setenv("EVALUATED", str(tmp_path / "evaluated"))
-    ended(three_ranks(run_dir, *often))
-    assert starts(run_dir)[1] == 3, "after the evaluation of step 3, in the pass or before the record"
+    runs.ended(three_ranks(run_dir, *often))
+    assert runs.starts(run_dir)[1] == 3, "after the evaluation of step 3, in the pass or before the record"
 
-    def evaluated(folder: Path) -> list[Any]:
+    def evaluated(folder: Path) -> list:
         return [(it["step"], it["test/loss"]) for it in processes.records(folder, "eval")]
 
     assert evaluated(run_dir) == evaluated(tmp_path / "undisturbed")
@@ -116,39 +85,33 @@ def test_an_evaluation_right_before_a_kill_is_done_once(
     assert done == ["3"] * (1 + lost) + ["6", "9", "12"]
 
 
-@pytest.mark.slow
 def test_ranks_may_be_three_then_two_then_four_then_one(run_dir: Path, one_rank: str) -> None:
     begins = []
     for ranks, step in ((3, 2), (2, 5), (4, 8)):
-        began = told_step(run_dir)
-        codes = signal_ranks_at(max(step, began + 1), run_dir, fork_ranks(ranks, TRAIN, *job(run_dir)), signal.SIGTERM)
+        began = runs.told_step(run_dir)
+        started = fork_ranks(ranks, TRAIN, *job(run_dir))
+        codes = runs.signal_ranks_at(max(step, began + 1), run_dir, started, signal.SIGTERM)
         assert 0 not in codes
-        begins.append(told_step(run_dir))
-    trained(1, job(run_dir))
-    assert starts(run_dir) == [0, *begins], "all steps that were finished were saved, and none was done twice"
-    assert weights_of(run_dir) == one_rank
+        begins.append(runs.told_step(run_dir))
+    runs.trained(1, job(run_dir))
+    assert runs.starts(run_dir) == [0, *begins], "all steps that were finished were saved, and none was done twice"
+    assert runs.weights_of(run_dir) == one_rank
     files = sorted(path.name for path in (run_dir / "checkpoints" / f"step-{STEPS:08d}").iterdir())
     assert files == ["manifest.json", "state-0-of-1.pt"]
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_before_it_commits_a_step_that_another_has_commits_it(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_stopped_a_step_behind_commits_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATE", "1:4")
-    signal_ranks_at(5, run_dir, fork_ranks(2, TRAIN, *job(run_dir, task="Late")), signal.SIGTERM)
-    assert told_step(run_dir) == 5
-    assert saved_step(run_dir) == 5
+    runs.signal_ranks_at(5, run_dir, fork_ranks(2, TRAIN, *job(run_dir, task="Late")), signal.SIGTERM)
+    assert runs.told_step(run_dir) == 5
+    assert runs.saved_step(run_dir) == 5
 
 
-@pytest.mark.slow
-def test_a_damaged_file_is_set_aside_on_all_ranks_and_the_checkpoint_before_is_taken(
-    run_dir: Path, one_rank: str
-) -> None:
+def test_a_damaged_file_is_set_aside_on_all_ranks_and_the_one_before_is_taken(run_dir: Path, one_rank: str) -> None:
     often = [*SHARD, *QUIET, "--checkpoint-every", 3, "--keep", 3]
     process = three_ranks(run_dir, *often)
-    wait_for_step(run_dir, 9, process)
-    for keeper in keepers_of(process).values():
+    runs.wait_for_step(run_dir, 9, process)
+    for keeper in runs.keepers_of(process).values():
         os.killpg(keeper, signal.SIGKILL)
     process.wait()
     for hidden in (run_dir / "checkpoints").glob(".step-*"):  # else the start would complete a whole one
@@ -156,24 +119,22 @@ def test_a_damaged_file_is_set_aside_on_all_ranks_and_the_checkpoint_before_is_t
     steps = sorted((run_dir / "checkpoints").glob("step-*"))
     assert len(steps) >= 2
     flip_a_bit(steps[-1] / "state-1-of-3.pt")
-    trained(2, job(run_dir, *often))
-    assert starts(run_dir)[1] == int(steps[-2].name[5:])
+    runs.trained(2, job(run_dir, *often))
+    assert runs.starts(run_dir)[1] == int(steps[-2].name[5:])
     assert re.search(rf"{steps[-1].name}/state-1-of-3.pt: sha256 is .* set aside", log_of(run_dir))
-    assert weights_of(run_dir) == one_rank
+    assert runs.weights_of(run_dir) == one_rank
 
 
-@pytest.mark.slow
 def test_a_keeper_that_is_killed_costs_no_step(run_dir: Path, one_rank: str) -> None:
     process = three_ranks(run_dir, restarts=1)
-    wait_for_step(run_dir, 4, process)
-    os.kill(keepers_of(process)[1], signal.SIGKILL)
-    wait_for_start(run_dir, 2)
-    assert starts(run_dir)[1] >= 4
-    ended(process)
-    assert weights_of(run_dir) == one_rank
+    runs.wait_for_step(run_dir, 4, process)
+    os.kill(runs.keepers_of(process)[1], signal.SIGKILL)
+    runs.wait_for_start(run_dir, 2)
+    assert runs.starts(run_dir)[1] >= 4
+    runs.ended(process)
+    assert runs.weights_of(run_dir) == one_rank
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_see_the_folder_ends_the_job_in_one_line(tmp_path: Path) -> None:
     ranks = []
     for number, variables in enumerate(processes.rank_variables(2)):
@@ -183,10 +144,7 @@ def test_a_rank_that_does_not_see_the_folder_ends_the_job_in_one_line(tmp_path: 
     assert "--shard needs a shared folder for checkpoints: rank 1 does not see" in lines
 
 
-@pytest.mark.slow
-def test_a_model_with_other_rows_than_an_unsharded_checkpoint_ends_the_run_and_leaves_the_checkpoint(
-    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_other_rows_ends_the_run(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "own.py"
     file.write_text(
         "import os\nfrom evenkeel.tasks.transformer import Decoder\nfrom tests.support import struck_task\n"
@@ -195,41 +153,59 @@ def test_a_model_with_other_rows_than_an_unsharded_checkpoint_ends_the_run_and_l
     )
     monkeypatch.setenv("ROWS", "65")
     unsharded = [word if word != "on" else "off" for word in RARE]
-    words = options(f"{file}:Own", run_dir, *unsharded)
-    signal_ranks_at(4, run_dir, fork_ranks(1, TRAIN, *words), signal.SIGTERM)
+    words = runs.options(f"{file}:Own", run_dir, *unsharded)
+    runs.signal_ranks_at(4, run_dir, fork_ranks(1, TRAIN, *words), signal.SIGTERM)
     before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     monkeypatch.setenv("ROWS", "66")
-    done = processes.checked(processes.finish(start(torchrun(1, TRAIN, *options(f"{file}:Own", run_dir, *RARE)))), 1)
+    done = processes.run(torchrun(1, TRAIN, *runs.options(f"{file}:Own", run_dir, *RARE)), expect=1)
     assert "only in" in done.stderr or "fit" in done.stderr, done.stderr
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
 
 
 @pytest.mark.long
-def test_commands_read_a_sharded_checkpoint_and_a_run_without_shards_goes_on_from_it(
-    run_dir: Path, tmp_path: Path
-) -> None:
-    def printed(*words: Any) -> str:
-        return processes.evenkeel(*words).stdout
-
-    signal_ranks_at(4, run_dir, fork_ranks(3, TRAIN, *job(run_dir)), signal.SIGTERM)
-    copy = tmp_path / "copy"
-    shutil.copytree(run_dir, copy)
+def test_a_run_without_shards_goes_on_from_a_sharded_checkpoint_and_back(run_dir: Path) -> None:
+    """And a flipped bit is found; what else the commands say is in test_sharded_commands.py."""
+    runs.signal_ranks_at(4, run_dir, fork_ranks(3, TRAIN, *job(run_dir)), signal.SIGTERM)
     path = max((run_dir / "checkpoints").glob("step-*"))
-    assert "snapshot" in printed("checkpoint", "list", run_dir)
-    assert "state-2-of-3.pt" in printed("checkpoint", "inspect", run_dir)
-    assert f"{path.name}: ok" in printed("checkpoint", "verify", run_dir)
+    copy = Path(shutil.copytree(run_dir, run_dir.with_name("copy")))
     flip_a_bit(path / "state-2-of-3.pt")
     assert "state-2-of-3.pt" in processes.evenkeel("checkpoint", "verify", run_dir, expect=1).stdout
-    exported = tmp_path / "model.pt"
-    printed("checkpoint", "export", copy, "-o", exported, "--raw")
+    exported = copy / "model.pt"
+    processes.evenkeel("checkpoint", "export", copy, "-o", exported, "--raw")
     assert same(torch.load(exported), dict(load(copy / "checkpoints" / path.name)["model"]))
-    # without shards: one step more, and back
     unsharded = [word if word != "on" else "off" for word in RARE]
-    signal_ranks_at(told_step(copy) + 1, copy, fork_ranks(1, TRAIN, *job(copy, *unsharded)), signal.SIGTERM)
+    runs.signal_ranks_at(runs.told_step(copy) + 1, copy, fork_ranks(1, TRAIN, *job(copy, *unsharded)), signal.SIGTERM)
     assert "state.pt" in {file.name for file in max((copy / "checkpoints").glob("step-*")).iterdir()}
-    trained(2, job(copy))
-    assert starts(copy)[1] == int(path.name[5:])
-    assert starts(copy) == sorted(set(starts(copy)))
-    fresh = tmp_path / "fresh"
-    trained(2, job(fresh, *RARE, "--init-from", copy))
-    assert len(weights_of(fresh)) == 64
+    runs.trained(2, job(copy))
+    assert runs.starts(copy)[1] == int(path.name[5:])
+    assert runs.starts(copy) == sorted(set(runs.starts(copy)))
+
+
+EVALUATED = [*SHARD, "--eval-every", 2, "--checkpoint-every", 0, "--log-every", 1]
+
+
+def rates(run_dir: Path) -> dict[int, float]:
+    return {record["step"]: record["train/lr"] for record in records(run_dir, "train")}
+
+
+def test_schedulers_survive_kills_and_resizes(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(folder: Path) -> list[str]:
+        return job(folder, *EVALUATED, task="Scheduled")
+
+    runs.trained(1, mine(tmp_path / "undisturbed"))
+    expected = rates(tmp_path / "undisturbed")
+    assert len(set(expected.values())) == len(expected) == STEPS
+    assert expected[STEPS] < 1e-4, "evaluations have halved it"
+    monkeypatch.setenv("STRIKES", "loss:1:2 optimizer:2:4 copy:0:6")
+    job_on_three = start(torchrun(3, TRAIN, *mine(run_dir)))
+    runs.signal_ranks_at(8, run_dir, [job_on_three], signal.SIGTERM)
+    stopped = runs.told_step(run_dir)
+    runs.signal_ranks_at(stopped + 1, run_dir, fork_ranks(2, TRAIN, *mine(run_dir)), signal.SIGTERM)
+    runs.trained(1, mine(run_dir))
+    assert runs.starts(run_dir) == sorted(runs.starts(run_dir))
+    assert len(runs.starts(run_dir)) >= 5, "three kills and two stops"
+    assert rates(run_dir) == expected
+    assert runs.weights_of(run_dir) == runs.weights_of(tmp_path / "undisturbed")
+    both = (run_dir, tmp_path / "undisturbed")
+    last = [load(folder / "checkpoints" / f"step-{STEPS:08d}")["schedulers"] for folder in both]
+    assert last[0] == last[1]

@@ -1,7 +1,5 @@
 """Shards: each sample exactly once an epoch through a kill and other numbers of ranks; the order cannot change."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter

@@ -1,15 +1,12 @@
 """Unequal shares: a slow rank computes less and gets its share back, and no bit of the result changes."""
 
-from __future__ import annotations
-
 import json
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, wait_beside
+from tests.support.processes import TRAIN, Process, finish_all, fork_ranks, read, records, wait_beside
 from tests.support.small_runs import SUPPORT, options, refusal, signal_ranks, told_step, weights_of
 
 STEPS = 1600
@@ -17,7 +14,7 @@ SHAPE = ["--width", 8, "--batch-size", 64, "--micro-batches", 8, "--max-steps", 
 SHAPE += ["--reduce", "tree", "--eval-every", 10**6, "--keeper", "off"]
 
 
-def slow_job(ranks: int, run_dir: Path, *more: object) -> list[subprocess.Popen[str]]:
+def slow_job(ranks: int, run_dir: Path, *more: object) -> list[Process]:
     return fork_ranks(ranks, TRAIN, *options(f"{SUPPORT / 'slow_task.py'}:Slow", run_dir, *SHAPE, *more))
 
 
@@ -27,9 +24,7 @@ def changes(run_dir: Path) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_six_changes_of_shares_a_kill_and_two_resizes_change_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_six_changes_a_kill_and_two_resizes_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples are loaded by another process, which is ahead when the shares change."""
     finish_all(slow_job(0, tmp_path / "alone"))
     run_dir, slow = tmp_path / "run", tmp_path / "slow"

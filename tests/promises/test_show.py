@@ -1,7 +1,5 @@
 """What a task shows of its evaluations: once, of the first batch, by rank 0; and all ranks hear of the metrics."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -54,7 +52,6 @@ def test_only_the_set_that_decides_is_shown_and_nothing_without_a_run(tmp_path: 
 
 @needs.sharding
 def test_with_shards_the_picture_and_the_predictions_are_those_of_one_rank(tmp_path: Path) -> None:
-    """Of 23 samples in 5 micro-batches ranks have unequal numbers, and each forward pass is a collective."""
     found = []
     for ranks in (1, 2, 3):
         run_dir = tmp_path / str(ranks)

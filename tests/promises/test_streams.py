@@ -1,11 +1,8 @@
 """Streams through kills: each sample in its own step, on any number of ranks and loader processes."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, read, run_forked, start, torchrun
+from tests.support.processes import TRAIN, Process, read, run_forked, start, torchrun
 from tests.support.shards import tars
 from tests.support.small_runs import SUPPORT, options, weights_of
 from tests.support.streams_task import SOURCES, read_in_order, trained_on
@@ -29,7 +26,7 @@ SHAPE = f"--max-steps {STEPS} --batch-size {BATCH} --micro-batch 3 --reduce tree
 job = runs.job_of("streams_task.py:Streamed", SHAPE)
 
 
-def killed(process: subprocess.Popen[str], run_dir: Path, at: int, one_first: bool) -> None:
+def killed(process: Process, run_dir: Path, at: int, one_first: bool) -> None:
     """SIGKILL a whole job at a step; before that, perhaps, one of its ranks or keepers, so that all start again."""
     if one_first:
         runs.wait_for_step(run_dir, at, process)
@@ -166,9 +163,7 @@ def test_the_control_a_stream_dealt_to_loader_processes_loses_samples() -> None:
 
 
 @pytest.mark.parametrize("library", ["torchdata.stateful_dataloader", "webdataset"])
-def test_the_control_other_libraries_lose_samples(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_control_others_lose_samples(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wds = pytest.importorskip(library)
     urls = [str(path) for path in sorted(tars(tmp_path, [40] * 6).iterdir())]
 

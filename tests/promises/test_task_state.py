@@ -1,11 +1,8 @@
 """What a task remembers is a part of the committed state: through kills, on any ranks; and what must not change it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,8 +18,7 @@ def job(name: str, run_dir: Path, *more: object) -> list[str]:
     return options(f"{SUPPORT / 'remembering_task.py'}:{name}", run_dir, *shape, *more)
 
 
-def state_of(run_dir: Path) -> dict[str, Any]:
-    """The state in a run's newest checkpoint."""
+def state_of(run_dir: Path) -> dict:
     return load(step_folders(run_dir / "checkpoints")[-1])
 
 

@@ -1,24 +1,20 @@
 """One order of addition for any number of ranks: in the tree itself, in whole trainings, and through kills."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.support import needs
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, finish_all, fork_ranks, read, start, torchrun
+from tests.support.processes import TRAIN, Process, finish_all, fork_ranks, read, start, torchrun
 from tests.support.small_runs import PLAN, ended, job, results_of, signal_ranks_at, starts, steps_of, weights_of
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "worlds"), [(12, (1, 2, 3, 4, 5)), pytest.param(8, (1, 2, 4), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("micro_batches", "worlds"), [(12, (1, 2, 3, 4, 5)), needs.slow(8, (1, 2, 4))])
 def test_all_bits_are_the_same_on_any_ranks(tmp_path: Path, micro_batches: int, worlds: tuple[int, ...]) -> None:
     # 0 ranks: without torchrun, and so without DDP
     results = {ranks: results_of(ranks, "tree_worker.py", tmp_path, micro_batches) for ranks in (0, *worlds)}
@@ -33,14 +29,13 @@ def test_all_bits_are_the_same_on_any_ranks(tmp_path: Path, micro_batches: int, 
     assert len({json.dumps(bits) for way, bits in results[1].items() if way != "ranks agree"}) >= 7
 
 
-def small(ranks: int, run_dir: Path, *more: object, reduce: str = "tree") -> list[subprocess.Popen[str]]:
+def small(ranks: int, run_dir: Path, *more: object, reduce: str = "tree") -> list[Process]:
     """A small run on so many ranks; 0: without a process group."""
     options = job(run_dir, "--reduce", reduce, "--eval-every", 1000, "--checkpoint-every", 2, *more)
     return fork_ranks(ranks, TRAIN, *options)
 
 
 def test_killed_ten_times_and_resumed_on_other_numbers_of_ranks_the_bits_are_the_same(tmp_path: Path) -> None:
-    """By SIGTERM, which loses nothing, and by SIGKILL to everything, after which steps are done again."""
     finish_all(small(1, tmp_path / "undisturbed"))
     run_dir, dice = tmp_path / "run", random.Random()
     slowly = ["--pause", 0.2]  # a step takes at least that, so that ten kills come before the last step

@@ -1,7 +1,5 @@
 """Two adversarial networks with two optimizers: all promises hold for them."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 
@@ -16,7 +14,6 @@ job = job_of("segment", NET)
 
 @pytest.mark.slow
 def test_two_networks_keep_all_promises_whole_placed_and_cut(tmp_path: Path, run_dir: Path) -> None:
-    """On one rank without a stop; and on 3 whole, 2 placed and 1 cut, with a SIGTERM and a SIGKILL in between."""
     shape = ["--samples", 45, "--test-samples", 13, "--batch-size", 11, "--micro-batch", 3, "--epochs", 6]
     shape += ["--checkpoint-every", 2, "--adversarial", 0.1, "--schedule", "poly", "--ema", 0.9]
     undisturbed = fork_ranks(1, TRAIN, *job(tmp_path / "one", *shape))

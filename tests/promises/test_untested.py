@@ -1,7 +1,5 @@
 """A task without test data: trained and resumed as any other, without evaluations, a best checkpoint or metrics."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

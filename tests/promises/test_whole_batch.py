@@ -1,10 +1,7 @@
 """A loss over all samples of a step: the same bits on any number of ranks, and through a kill between its passes."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,15 +46,13 @@ TOLD = ["train/loss", "train/labels", "train/kept", "train/grad_norm"]
 @pytest.mark.parametrize(
     ("options", "worlds"),
     [
-        pytest.param(
-            ["--micro-batch", 8, "--precision", "bf16"], (0, 4), marks=pytest.mark.long
-        ),  # of which one is idle
+        pytest.param(["--micro-batch", 8, "--precision", "bf16"], (0, 4), marks=pytest.mark.long),  # one is idle
         (["--micro-batch", 5, "--precision", "fp16", "--model-parallel", 2], (0, 3)),
         (["--micro-batch", 5, "--sync-batchnorm", "--num-workers", 1], (4, 5)),
     ],
     ids=["bf16", "fp16", "sync-batchnorm"],
 )
-def test_with_other_options_the_bits_are_the_same_too(tmp_path: Path, options: list[Any], worlds: list[int]) -> None:
+def test_with_other_options_the_bits_are_the_same_too(tmp_path: Path, options: list, worlds: list[int]) -> None:
     for ranks in worlds:
         trained(ranks, job(tmp_path / str(ranks), "--reduce", "tree", "--epochs", 2, *options))
     one, other = (weights_of(tmp_path / str(ranks)) for ranks in worlds)

@@ -1,7 +1,5 @@
 """Ranks that neither die nor work: noticed, named, saved, started again."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -32,9 +30,8 @@ def beat(step: int, phase: str) -> Beat:
 def test_the_culprit_comes_first() -> None:
     waiting = beat(811, "gradient reduction")
     ranks = {0: waiting, 1: waiting, 2: waiting, 3: beat(811, "data loading")}
-    assert (
-        describe(ranks, []) == "rank 3 is in data loading of step 812; ranks 0-2 wait in gradient reduction of step 812"
-    )
+    line = "rank 3 is in data loading of step 812; ranks 0-2 wait in gradient reduction of step 812"
+    assert describe(ranks, []) == line
     assert describe(ranks, [3]) == (
         "rank 3 does not answer any more, last seen in data loading of step 812; "
         "ranks 0-2 wait in gradient reduction of step 812"

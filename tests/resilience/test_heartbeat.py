@@ -1,7 +1,5 @@
 """The health check of a container: who beats, who is frozen, and who has ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -27,7 +25,6 @@ threading.Event().wait()
 
 
 def seen(beats: Path, healthy: bool, text: str) -> str:
-    """Wait until the check says this."""
     deadline = time.monotonic() + 60
     while True:
         verdict, line = check(beats)

@@ -1,11 +1,11 @@
-"""A state in memory that a keeper shares: whole or not there."""
-
-from __future__ import annotations
+"""A state in memory that a keeper shares: whole or not there; and what keepers tell each other without a store."""
 
 import contextlib
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,8 @@ import torch
 from evenkeel.common import keeper_link
 from evenkeel.resilience import memory_checkpoint
 from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, rank_memory
-from tests.support.processes import wait_until
+from evenkeel.resilience.peers import Keepers
+from tests.support.processes import free_port, wait_until
 from tests.support.small_runs import bytes_in_memory
 
 MEGABYTE = 1 << 20
@@ -58,7 +59,6 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
     def is_there() -> None:
         assert rank_memory.previous("elsewhere") is None, "the state of another run"
         left = rank_memory.previous("here")
-        assert left
         assert left.step == 3
         assert torch.load(left.path)["weights"].equal(STATE["weights"])
         rank_memory.store(partial(torch.save, STATE), {"step": 4})
@@ -172,3 +172,36 @@ def test_a_process_that_is_forked_keeps_no_memory() -> None:
         rank_memory.store(partial(torch.save, STATE), {"step": os.waitpid(loader, 0)[1]})
 
     assert by_a_rank(KeeperMemory(print), act) == '{"step": 0}'
+
+
+SERVE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_store_that_has_ended_is_lost_without_a_stack_of_c_plus_plus(
+    looks: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The control does not look, and torch prints one."""
+    port = str(free_port())
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", SERVE, port], **pipes) as server:
+        assert server.stdout.readline() == b"ready\n"
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        peers = Keepers(1, 2)
+        peers.join("a")
+        assert peers._store
+        assert not peers.has_died()
+        if not looks:
+            monkeypatch.setattr(Keepers, "_is_cut_off", lambda _: False)
+        os.kill(server.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert not peers.has_died()
+    assert peers._store is None
+    assert ("TCPStore" in capfd.readouterr().err) == (not looks)

@@ -1,7 +1,5 @@
 """How much memory a process must have: what is not a file's, which the kernel can write to the disk and free."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Iterator

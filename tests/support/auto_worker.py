@@ -5,14 +5,11 @@ torchrun --nproc_per_node=W auto_worker.py OUT.json {ours,control} {forward,back
 The control has real collectives in the trials, in which ranks wait for each other; they give up after ten seconds.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 from hungry_blocks_task import HungryBlocks
@@ -36,19 +33,19 @@ def together(reduction: ShardedReduction, micro_batches: int) -> Iterator[None]:
     yield
 
 
-def outcome(world: World) -> list[dict[str, Any]]:
+def outcome(world: World) -> list[dict]:
     """Of each rank: the number or the error; whether state and generators are as before; whether a pass still works."""
     os.environ["ROOM"] = os.environ["ROOMS"].split()[world.rank]
     if sys.argv[2] == "control":
-        ShardedReduction.trial = together  # type: ignore[method-assign]
+        ShardedReduction.trial = together
     ema, precision, recompute = sys.argv[4:7]
     config = Config(
-        batch_size=16, micro_batch="auto", shard="on", reduce="tree", ema=float(ema), precision=precision,  # type: ignore[arg-type]
+        batch_size=16, micro_batch="auto", shard="on", reduce="tree", ema=float(ema), precision=precision,
         checkpoint_activations=recompute == "recompute",
     ).resolved()  # fmt: skip
-    task = HungryBlocks(hungry_in=sys.argv[3])  # type: ignore[arg-type]
+    task = HungryBlocks(hungry_in=sys.argv[3])
     train_set = training_set(task, config)
-    state: Any = build_state(config, task, world, Plan(50, 16, 4, 1), build_model(config, task), {TRAINING: train_set})
+    state = build_state(config, task, world, Plan(50, 16, 4, 1), build_model(config, task), {TRAINING: train_set})
     shard(state, task, world, config)  # before it, the average has no values
     names = {name: undivided(tensor).clone() for name, tensor in state.tensors().items()}
     torch.manual_seed(5)

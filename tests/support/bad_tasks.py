@@ -1,7 +1,5 @@
 """Tasks with one mistake each, for `evenkeel check`; the guilty line ends in `# HERE`."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any, ClassVar
@@ -19,15 +17,11 @@ class Good(Task):
 
     best: ClassVar[Any] = ("loss", "min")
 
-    def data(self) -> Any:
+    def train_dataset(self) -> Any:
         x = torch.randn(101, 3, generator=torch.Generator().manual_seed(0))
         return TensorDataset(x, (x[:, 0] > 0).long())
 
-    def train_dataset(self) -> Any:
-        return self.data()
-
-    def test_dataset(self) -> Any:
-        return self.data()
+    test_dataset = train_dataset
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
@@ -55,21 +49,19 @@ class OtherAtEachRead(Good):
     """Draws its noise from dice that nobody seeds."""
 
     def train_dataset(self) -> Any:
-        return Noisy(self.data())
+        return Noisy(super().train_dataset())
 
 
 class OtherOnEachRank(Good):
     """Takes a share of the data by its rank, as scripts do."""
 
     def train_dataset(self) -> Any:
-        x, y = self.data().tensors
+        x, y = super().train_dataset().tensors
         first = int(os.environ.get("RANK", "0"))  # HERE
         return TensorDataset(x[first : first + 90], y[first : first + 90])
 
 
 class Summed(Good):
-    """Its loss is a sum over the batch."""
-
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")  # HERE
 
@@ -86,8 +78,6 @@ class OwnNoise(nn.Module):
 
 
 class OwnGenerator(Good):
-    """Its model draws from that."""
-
     def model(self) -> nn.Module:
         return OwnNoise()
 
@@ -103,8 +93,6 @@ class Counts(Good):
 
 
 class NoMean(Good):
-    """Its metric is the largest of the batch."""
-
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return {"loss": each, "worst": each.max()}  # HERE

@@ -1,7 +1,5 @@
 """Tasks whose networks have blocks to recompute, with BatchNorm, dropout, and numbers of Python and NumPy."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,8 +30,7 @@ class Naive(Block):
     """The control: checkpointed as scripts do it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        again: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return again
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def network(outputs: int, block: type[Block] = Block) -> nn.Sequential:

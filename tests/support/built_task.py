@@ -1,11 +1,8 @@
 """Models for tests of the meta device: with all kinds of buffers, and with what cannot be built there."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +41,7 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         of = self.of[0]
         scaled = self.inside(x) * of.scale * of.same + of.noise + of.count * of.still + of.shift
-        return scaled + of.low.sum(0)  # type: ignore[no-any-return]
+        return scaled + of.low.sum(0)
 
 
 class Built(Sharded):
@@ -64,27 +61,27 @@ class Drawn(Built):
     """Draws on the CPU, into what is no tensor of the model."""
 
     def model(self) -> nn.Module:
-        model: Any = super().model()
+        model = super().model()
         model.shift = float(torch.rand(1, device="cpu"))
-        return model  # type: ignore[no-any-return]
+        return model
 
 
 class Read(Built):
     """Reads a value."""
 
     def model(self) -> nn.Module:
-        model: Any = super().model()
+        model = super().model()
         model.shift = model.low[0, 0].item()
-        return model  # type: ignore[no-any-return]
+        return model
 
 
 class Attribute(Built):
     """Has a tensor that is no buffer."""
 
     def model(self) -> nn.Module:
-        model: Any = super().model()
+        model = super().model()
         model.shift = torch.rand(34)
-        return model  # type: ignore[no-any-return]
+        return model
 
 
 class Choosy(Built):

@@ -1,19 +1,14 @@
 """Type `python -m evenkeel chaos` as a user would, and look at what it prints and leaves."""
 
-from __future__ import annotations
-
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 from tests.support import processes
-from tests.support.processes import ROOT, TRAIN, torchrun, wait_until
+from tests.support.processes import ROOT, TRAIN, Process, torchrun, wait_until
 
-LINE = re.compile(
-    r"^chaos \d\d:\d\d:\d\d  (kill|keeper|term|stop|truncate|fill|bitflip|agent|node) +(.*)$", re.MULTILINE
-)
+LINE = re.compile(r"^chaos \d\d:\d\d:\d\d  (kill|keeper|term|stop|truncate|fill|bitflip|agent|node) +(.*)$", re.M)
 
 
 def chaos(options: str, *command: object) -> list[str]:
@@ -27,7 +22,6 @@ def two_ranks(*options: object) -> list[str]:
 
 
 def launcher(*arguments: object) -> list[str]:
-    """A launcher of this checkout on two ranks."""
     return [sys.executable, str(ROOT / "launch" / "single_node.py"), "-g", "2", *map(str, arguments)]
 
 
@@ -37,13 +31,12 @@ def faults_in(output: str) -> list[tuple[str, str]]:
 
 
 def reported(output: str, name: str) -> str:
-    """A line of the report."""
     found = re.search(rf"^  {re.escape(name)} +(.*)$", output, re.MULTILINE)
     assert found, output[-3000:]
     return found[1]
 
 
-def wait_for_fault(process: subprocess.Popen[str], kind: str) -> str:
+def wait_for_fault(process: Process, kind: str) -> str:
     """Read what chaos prints until a fault of a kind; whom it hit."""
     for line in process.stdout:
         for found, whom in LINE.findall(line):
@@ -66,7 +59,6 @@ def still_running(run_dir: Path) -> list[str]:
 
 
 def wait_until_nothing_runs(run_dir: Path) -> None:
-    """Until no process names a run directory any more."""
     wait_until(lambda: not still_running(run_dir), f"the end of all that names {run_dir}")
 
 

@@ -5,12 +5,10 @@ torchrun --nproc_per_node=3 collectives_worker.py OUT.json [--share-gpu]
 On GPUs without the controls, which might hang.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,7 +50,7 @@ class Kind(list[Tensor]):
 
 class Way(Task):
     def __init__(self, unused: bool) -> None:
-        self.unused_parameters = unused  # type: ignore[misc]
+        self.unused_parameters = unused
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         assert type(batch) is Kind
@@ -108,12 +106,12 @@ def callers_by_ddp(world: World) -> int:
     ddp = DistributedDataParallel(loss, gradient_as_bucket_view=True, find_unused_parameters=True)
     ddp.register_comm_hook(None, reduction.hook)
     gradients.reduction, gradients.module = reduction, ddp
-    exchange, replaced = dist.all_to_all_single, cast("Any", dist)
-    replaced.all_to_all_single = partial(exchange, group=dist.new_group())
+    exchange = dist.all_to_all_single
+    dist.all_to_all_single = partial(exchange, group=dist.new_group())
     try:
         return callers(world, gradients)
     finally:
-        replaced.all_to_all_single = exchange
+        dist.all_to_all_single = exchange
 
 
 @contextmanager
@@ -138,26 +136,24 @@ def watched(found: list[int]) -> Iterator[None]:
         found.append(len(pending))
         return all_gather(*arguments, **more)
 
-    replaced = cast("Any", dist)
-    replaced.all_reduce = lambda tensor, async_op=False: Watched(all_reduce(tensor, async_op=async_op))
-    replaced.all_gather = gather
+    dist.all_reduce = lambda tensor, async_op=False: Watched(all_reduce(tensor, async_op=async_op))
+    dist.all_gather = gather
     try:
         yield
     finally:
-        replaced.all_reduce, replaced.all_gather = all_reduce, all_gather
+        dist.all_reduce, dist.all_gather = all_reduce, all_gather
 
 
 def not_waited_for(world: World, waits: bool) -> int:
     gradients = made(world, False, "ring", sync=True)
     ddp = DistributedDataParallel(
-        gradients.module.module,  # type: ignore[arg-type]
+        gradients.module.module,
         bucket_cap_mb=1e-6,  # a bucket for each parameter
         gradient_as_bucket_view=True,
     )
     ddp.register_comm_hook(None, gradients.reduction.hook)
     gradients.module = ddp
     if not waits:
-        assert gradients._synced
         gradients._synced._catch_up = None
     found: list[int] = []
     step(gradients)  # after which DDP has its buckets
@@ -175,14 +171,13 @@ def failure(world: World) -> str:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    replaced = cast("Any", Exchange)
-    replaced.send_sums = fail
+    Exchange.send_sums = fail
     try:
         step(gradients)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        replaced.send_sums = send_sums
+        Exchange.send_sums = send_sums
     return ""
 
 

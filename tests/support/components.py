@@ -1,12 +1,9 @@
 """Rooms of the package that a copy of the template may leave out, with the tests of their own."""
 
-from __future__ import annotations
-
 from importlib import import_module
-from typing import Any
 
 
-def optional(name: str) -> list[Any]:
+def optional(name: str) -> list:
     """A class by its dotted name, such as `launch.slurm.submission.Submit`; empty where it has been left out."""
     module, _, attribute = f"evenkeel.{name}".rpartition(".")
     try:

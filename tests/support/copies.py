@@ -1,7 +1,5 @@
 """Copies of the template, as a stranger has them, and what can be taken out of them."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -20,7 +18,6 @@ from tests.support.processes import ROOT, run
 
 
 def copy_files(to: Path) -> None:
-    """Copy all files that git tracks or would track."""
     listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard"])
     for name in listed.stdout.splitlines():
         if (ROOT / name).is_file():
@@ -37,10 +34,7 @@ def copy_of_the_template(to: Path) -> Path:
 
 
 def tool() -> Any:
-    """tools/make_it_yours.py as a module."""
     spec = importlib.util.spec_from_file_location("make_it_yours", ROOT / "tools" / "make_it_yours.py")
-    assert spec
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -48,8 +42,7 @@ def tool() -> Any:
 
 def components() -> dict[str, str]:
     """What tools/make_it_yours.py can take out: the files and folders of each component."""
-    found: dict[str, str] = tool().COMPONENTS
-    return found
+    return tool().COMPONENTS
 
 
 def lacking() -> str:

@@ -1,7 +1,5 @@
 """Random damage to files of other people: JSON of wrong types and numbers, bytes that have changed or are gone."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -3,12 +3,9 @@
 Makes the data set or the pretrained network, downloading it if need be, and prints a digest of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import torchvision
 
@@ -23,9 +20,9 @@ def main() -> int:
     if sys.argv[1] == "stock":
         torchvision.datasets.MNIST(sys.argv[2], download=True)
     elif len(sys.argv) == 3:
-        name: Any = sys.argv[1]
+        name = sys.argv[1]
         task = Small(dataset=name, data_dir=Path(sys.argv[2]))
-        parts: Any = [task.train_dataset(), task.test_dataset()]
+        parts = [task.train_dataset(), task.test_dataset()]
         tensors = [tensor for part in parts for tensor in part.tensors]
         print(hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest())
     else:

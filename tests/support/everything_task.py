@@ -1,7 +1,5 @@
 """One task that does all that a task may: own collate, own order, a loss of whole batches, a state, and pictures."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping
@@ -122,7 +120,7 @@ class Moving:
     def __getitem__(self, name: str) -> Tensor:
         return self.parts[name]
 
-    def to(self, device: torch.device) -> Moving:
+    def to(self, device: torch.device) -> "Moving":
         return self
 
 

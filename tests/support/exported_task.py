@@ -1,7 +1,5 @@
 """Tasks whose models are exported: one with `save_pretrained`, one that is called by keywords, and several networks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +45,7 @@ class Line(Task):
         return Saves(4, 1)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = (model(batch[0]) - batch[1]).square().mean()
-        return loss
+        return (model(batch[0]) - batch[1]).square().mean()
 
 
 class FullDisk(Line):
@@ -74,8 +71,7 @@ class Keywords(Line):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         output = model(batch[0], scale=2.0, mask=batch[1])
-        loss: Tensor = output["found"].square().mean() + output["square"].mean()
-        return loss
+        return output["found"].square().mean() + output["square"].mean()
 
 
 class Branches(nn.Linear):
@@ -92,11 +88,8 @@ class Branching(Line):
 
 
 class Parts(Line):
-    """Two networks."""
-
     def model(self) -> nn.Module:
         return nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(1, 1)})
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        loss: Tensor = (model["b"](model["a"](batch[0])) - batch[1]).square().mean()
-        return loss
+        return (model["b"](model["a"](batch[0])) - batch[1]).square().mean()

@@ -4,10 +4,7 @@ torch's fake tensors go through forward and backward and raise an error where te
 is called `lazy`, because the autograd engine needs a real driver for a fake `cuda`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +20,9 @@ MEET = "on the same device|two different devices"
 
 def fake() -> FakeTensorMode:
     """A context in which all tensors are fake."""
-    mode: Any = FakeTensorMode()
+    mode = FakeTensorMode()
     mode.__deepcopy__ = lambda _memo: mode  # a copy of a tensor is of the same world
-    return mode  # type: ignore[no-any-return]
+    return mode
 
 
 def spread(model: nn.Module, placement: Placement, devices: Sequence[torch.device] = DEVICES) -> None:

@@ -6,8 +6,6 @@ Each flip is on a random rank, in a random bit of a random parameter's gradient,
 device counts as replaced: the fault is gone, and so is the count of what the rank has done wrong.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -5,8 +5,6 @@ is a process and a process group of its own, and runs as `python ARGUMENTS` woul
 environment when it is imported is not read again. `python forked.py DESCRIPTOR` is the process it comes from.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -27,13 +25,8 @@ PRELOADED = ("torch", "torch._dynamo", "torch.distributed.run", "torch.utils.dat
 
 
 class Forked:
-    """A program at work; as much of `subprocess.Popen` as the tests need.
-
-    Args:
-        arguments: of the command line: a Python file, or "-m" and a module, and what belongs to it.
-        env: all its environment variables.
-        cwd: its working directory.
-    """
+    """A program at work; as much of `subprocess.Popen` as the tests need. `arguments`: a Python file, or "-m" and a
+    module, and what belongs to it; `env` has all its environment variables."""
 
     def __init__(self, arguments: list[str], env: Mapping[str, str], cwd: Path) -> None:
         self.args = [sys.executable, *arguments]
@@ -74,7 +67,6 @@ class Forked:
         os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 

@@ -5,12 +5,9 @@ torchrun --nproc_per_node=W gathering_worker.py OUT.json {ours,control}
 The control holds the whole tensors in ordinary memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from anonymous import growth
@@ -26,7 +23,7 @@ from evenkeel.training.state_dicts import sha256
 BLOCKS, WIDTH = 8, 3000
 
 
-def taken(world: World) -> dict[str, Any]:
+def taken(world: World) -> dict:
     """The bytes of the model and of its largest tensor, by how many the memory grows, and whether all is right."""
     torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS))
@@ -34,7 +31,7 @@ def taken(world: World) -> dict[str, Any]:
     expected = sha256(model.state_dict())
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     sharding = Sharding(model, None, [], Sharded(), world, "fp32")
-    state: dict[str, Any] = model.state_dict()
+    state: dict = model.state_dict()
     with growth() as most:
         if sys.argv[2] == "ours":
             weights = sharding.gathered(state, folder)

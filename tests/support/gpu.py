@@ -1,23 +1,21 @@
 """Jobs on the GPUs that are here; several ranks share one where there are too few."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.processes import TRAIN, kill_group, start, torchrun
+from tests.support.processes import TRAIN, Process, kill_group, start, torchrun
 from tests.support.small_runs import children
 
-_started: list[subprocess.Popen[str]] = []
+_started: list[Process] = []
 
+Record = Callable[[str, object], None]
 REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 """For what cannot be rehearsed on a CPU."""
 
@@ -27,7 +25,7 @@ def shared(ranks: int, each: int = 1) -> list[str]:
     return ["--share-gpu"] if torch.cuda.device_count() < ranks * each else []
 
 
-def started(ranks: int, *arguments: object, each: int = 1, **environment: str) -> subprocess.Popen[str]:
+def started(ranks: int, *arguments: object, each: int = 1, **environment: str) -> Process:
     """Start train.py by torchrun, with so many GPUs for each rank; 0 ranks: by itself, without torchrun.
 
     A real start, and no fork: nobody knows yet whether a GPU's driver survives one.

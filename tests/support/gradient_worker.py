@@ -3,8 +3,6 @@
 torchrun --nproc_per_node=W gradient_worker.py OUT.json worlds|resume|reduced|compressed
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,16 +10,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from steps import passes, rank_0_writes
+from steps import passes, rank_0_writes, training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
-from evenkeel.data.loader import loader
 from evenkeel.data.plan import Plan
-from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.classification import Classification
@@ -61,23 +57,12 @@ def flat(tensors: Any) -> list[float]:
 
 
 def ours(world: World) -> dict[str, list[float]]:
-    task = Task()
+    task, losses = Task(), []
     model = task.model()
     state = State(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
-    train_set = task.train_dataset()
-    sampler = ElasticSampler(
-        train_set, GLOBAL_BATCH, MICRO_BATCH, num_replicas=world.world_size, rank=world.rank, seed=1
-    )
-    batches = loader(train_set, sampler, "train", 0, world.device)
-    gradients = DistributedLoss(task.loss, state, world, sampler.plan, Config(seed=1))
-    losses = []
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        for step, mine, their_batches in by_step(batches, sampler):
-            state.clear_gradients()
-            passes(gradients, step, mine, their_batches)
-            gradients.step(clip_grad_norm(model.parameters(), 0.0))
-            losses.append(gradients.loss.item())
+    for gradients in training(task, state, world, task.train_dataset(), (GLOBAL_BATCH, MICRO_BATCH), EPOCHS):
+        gradients.step(clip_grad_norm(model.parameters(), 0.0))
+        losses.append(gradients.loss.item())
     return {"weights": flat(model.parameters()), "statistics": flat(model.buffers()), "losses": losses}
 
 
@@ -102,15 +87,12 @@ def naive(world: World) -> dict[str, list[float]]:
 
 
 def worlds(world: World) -> dict[str, Any]:
-    """The result of this number of ranks."""
     result: dict[str, Any] = {"ours": ours(world), "naive": naive(world)}
     everywhere = world.gather((result["ours"]["weights"], result["ours"]["statistics"]))
     return result | {"ranks_agree": all(other == everywhere[0] for other in everywhere)}
 
 
 class Stock(DistributedLoss):
-    """With plain DDP."""
-
     def __init__(self, loss: LossFunction, state: State, world: World, plan: Plan) -> None:
         super().__init__(loss, state, world, plan, unused=True)  # there is no hook of ours that would know better
         self.module = DistributedDataParallel(Loss(state.model, loss))

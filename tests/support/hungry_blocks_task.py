@@ -1,7 +1,5 @@
 """A network for --shard of which a block takes real memory for each sample, of which a process has so much."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,8 +20,7 @@ class Room(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Return the gradient."""
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         _room = room_for(gradient) if ctx.late else ctx.saved_tensors
         return gradient.clone(), None
 

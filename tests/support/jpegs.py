@@ -1,7 +1,5 @@
 """JPEGs of every kind that a data set may hold, drawn by number, and what Pillow makes of each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from io import BytesIO

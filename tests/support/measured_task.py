@@ -1,9 +1,6 @@
 """The task with a validation set, measured by torchmetrics as well."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +38,3 @@ class Measured(Validated):
         found = self.error.computed(self.own.computed(means, samples), samples)
         cells = found.pop("confusion").flatten()
         return super().summarize(found | {f"cell_{i}": cell for i, cell in enumerate(cells)})
-
-
-PATH = Path(__file__)

@@ -1,7 +1,5 @@
 """In the place of mlflow where it is not installed: its functions write to a file. A run belongs to a thread."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -3,8 +3,6 @@
 Where `EVENKEEL_NO_SKIPS` is set, as in CI, which installs all tools, such a skip is a failure: tests/conftest.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -12,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +30,16 @@ NO_RECOVERY = "older releases have none of FSDPModule.reset_iter_state"
 recovery = pytest.mark.skipif(numbers(torch.__version__) < (2, 15), reason=NO_RECOVERY)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, processes would share it")
 """For a test of several ranks that compute where they are."""
+
+
+def slow(*values: object) -> Any:
+    """Parameters of a slow test."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def long(*values: object) -> Any:
+    """Parameters of a test beside which others show nearly the same."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def root(to: str) -> pytest.MarkDecorator:

@@ -1,7 +1,5 @@
 """A lab of nodes with what tests do to them, and see of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,8 +13,6 @@ from tests.support.small_runs import children
 
 
 class Lab(nodes.Lab):
-    """The lab of chaos."""
-
     def unplug(self, node: int) -> None:
         """Cut a node's cable at the switch, as in a power failure: no reset, packets just vanish."""
         nodes.ip("-n", f"{self.prefix}-switch", "link", "set", f"p{node}", "down")
@@ -36,7 +32,6 @@ class Lab(nodes.Lab):
         return str(output)
 
     def start(self, node: int, command: Sequence[object], log: Path) -> subprocess.Popen[Any]:
-        """Start a command in this checkout on a node."""
         env = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
         with log.open("a") as out:
             words = [str(word) for word in command]

@@ -1,7 +1,5 @@
 """Trackers of one's own, for tests of --tracker."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading
@@ -78,7 +76,7 @@ class NoClose:
 
 
 class NoStep(NoClose):
-    def log(self, metrics: Mapping[str, Any]) -> None: ...  # type: ignore[override]
+    def log(self, metrics: Mapping[str, Any]) -> None: ...
 
     def close(self, status: str) -> None: ...
 

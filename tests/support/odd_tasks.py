@@ -1,7 +1,5 @@
 """Tasks that return what tasks should not, or what few do; and one for which memory is short."""
 
-from __future__ import annotations
-
 import collections
 import os
 import random
@@ -26,7 +24,7 @@ from torch.utils.data import Subset, TensorDataset, random_split
 
 from evenkeel.training.task import Task
 
-MIB = 1 << 20
+MIB, RANK = 1 << 20, int(os.environ.get("RANK", "0"))
 Pair = namedtuple("Pair", ["x", "y"])
 
 
@@ -60,9 +58,9 @@ class Usual(Task):
         return {"loss": self.entropy(model, batch, "none")}
 
 
-def odd(name: str, **different: Any) -> type[Usual]:
+def odd(name: str, base: type[Usual] = Usual, **different: Any) -> type[Usual]:
     """The usual task with other methods or attributes."""
-    return type(name, (Usual,), different)
+    return type(name, (base,), different)
 
 
 # what loss() returns
@@ -165,10 +163,6 @@ class Gathers(Usual):
         return torch.cdist(mine, torch.cat(everyone) + 1).mean()
 
 
-class GathersAndSaysSo(Gathers):
-    collectives = True
-
-
 class OneUnused(Usual):
     def model(self) -> nn.Module:
         return nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)})
@@ -188,10 +182,6 @@ class LeftOutLater(OneUnused):
         return super().loss(model, batch) + (0 if left_out else model["spare"](batch[0]).sum())
 
 
-class OneUnusedAndSaidSo(OneUnused):
-    unused_parameters = True
-
-
 class UsedLater(OneUnused):
     """The loss uses the second network from step 2 on."""
 
@@ -204,10 +194,6 @@ class UsedLater(OneUnused):
     def loss(self, model: Any, batch: Any, step: int = 0) -> Tensor:
         found = super().loss(model, batch)
         return found + model["spare"](batch[0]).square().mean() if step >= 2 else found
-
-
-class UsedLaterAndSaidSo(UsedLater):
-    unused_parameters = True
 
 
 class BrokenMetrics(Usual):
@@ -250,7 +236,7 @@ class Drawn(Usual):
 class DrawnOnImport(Drawn):
     DICE = torch.Generator()
     DICE.seed()
-    PARTS: ClassVar[Any] = random_split(range(200), [160, 40], DICE)  # type: ignore[arg-type]
+    PARTS: ClassVar[Any] = random_split(range(200), [160, 40], DICE)
 
     def split(self) -> Any:
         return [Subset(self.whole(), part.indices) for part in self.PARTS]
@@ -262,16 +248,6 @@ class Diced(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
         return x * 10 ** random.SystemRandom().uniform(-3, 3), y
-
-
-class DrawnAtEachRead(Drawn):
-    def whole(self) -> Any:
-        return Diced(*super().whole().tensors)
-
-
-class TrainingDrawnAtEachRead(Drawn):
-    def train_dataset(self) -> Any:
-        return Diced(*self.whole().tensors)
 
 
 class Fills(Usual):
@@ -304,29 +280,29 @@ class OfLength:
         return self.read(index), 0
 
 
-# the data sets and their samples
-OtherDataOnRank1 = odd(
-    "OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[int(os.environ.get("RANK", "0")) :]
-)
+# what others say of themselves
+GathersAndSaysSo = odd("GathersAndSaysSo", Gathers, collectives=True)
+OneUnusedAndSaidSo = odd("OneUnusedAndSaidSo", OneUnused, unused_parameters=True)
+UsedLaterAndSaidSo = odd("UsedLaterAndSaidSo", UsedLater, unused_parameters=True)
+
+DrawnAtEachRead = odd("DrawnAtEachRead", Drawn, whole=lambda task: Diced(*Drawn.whole(task).tensors))
+TrainingDrawnAtEachRead = odd("TrainingDrawnAtEachRead", Drawn, train_dataset=lambda task: Diced(*task.whole().tensors))
+OtherDataOnRank1 = odd("OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[RANK:])
 OtherSetsOnRank1 = odd(
     "OtherSetsOnRank1",
-    test_dataset=lambda task: (
-        {name: Usual.test_dataset(task) for name in ("near", "far")[int(os.environ.get("RANK", "0")) :]}
-    ),
+    test_dataset=lambda task: ({name: Usual.test_dataset(task) for name in ("near", "far")[RANK:]}),
 )
 Exits = odd(  # the process, at a sample that no start looks at
     "Exits", train_dataset=lambda task: OfLength(lambda: 13, lambda index: sys.exit() if index == 1 else torch.ones(3))
 )
 NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda: -1))
 NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())
-ExhaustedSamples = odd(
-    "ExhaustedSamples", train_dataset=lambda task: OfLength(lambda: 13, lambda index: next(iter(())))
-)
+ExhaustedSamples = odd("ExhaustedSamples", train_dataset=lambda task: OfLength(lambda: 13, lambda _: next(iter(()))))
 NoneInside = odd("NoneInside", sample=lambda task, index: (torch.zeros(3), None))
 ManySizes = odd("ManySizes", sample=lambda task, index: (np.zeros((3, 4 + index % 2)), 0))
 
 
-class Bag(UserDict):  # type: ignore[type-arg]
+class Bag(UserDict):
     """A mapping that is no dict."""
 
 

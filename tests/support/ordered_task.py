@@ -1,7 +1,5 @@
 """A task with its own order of samples, which writes down in `loss` what it has trained on."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """How this machine's pip reaches its index, for machines that a test makes."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Start the real thing: torchrun and train.py as a user would, with a time limit and no survivors."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -19,6 +17,7 @@ from tests.support.forked import Forked
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
 EVENKEEL = [sys.executable, "-m", "evenkeel"]
+Process, Done = subprocess.Popen[str], subprocess.CompletedProcess[str]
 LIMIT = 240.0
 """Seconds after which something does not come any more. Far more than it takes on a busy machine: only a failure waits
 so long."""
@@ -43,7 +42,7 @@ def environment(extra: Variables | None = None) -> dict[str, str]:
     return {name: value for name, value in both.items() if value is not None}
 
 
-def start(command: Sequence[object], cwd: Path = ROOT, env: Variables | None = None) -> subprocess.Popen[str]:
+def start(command: Sequence[object], cwd: Path = ROOT, env: Variables | None = None) -> Process:
     """Start a command in a process group of its own."""
     return subprocess.Popen(
         [str(word) for word in command],
@@ -57,13 +56,13 @@ def start(command: Sequence[object], cwd: Path = ROOT, env: Variables | None = N
     )
 
 
-def fork(*arguments: object, env: Variables | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
+def fork(*arguments: object, env: Variables | None = None, cwd: Path = ROOT) -> Process:
     """As `start([sys.executable, ...])`, but forked from a process that has imported torch."""
     started: Any = Forked([str(argument) for argument in arguments], environment(env), cwd)
     return started  # as much of a Popen as is needed here
 
 
-def fork_ranks(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
+def fork_ranks(ranks: int, *arguments: object) -> list[Process]:
     """Start the ranks of a job without torchrun, which is not what is tested then. 0 ranks: one process by itself."""
     if ranks == 0:
         return [fork(*arguments)]
@@ -77,7 +76,7 @@ def rank_variables(ranks: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def finish_all(started: Sequence[subprocess.Popen[str]], code: int = 0) -> list[subprocess.CompletedProcess[str]]:
+def finish_all(started: Sequence[Process], code: int = 0) -> list[Done]:
     """Wait for the ranks of a job, all of which must end with this exit code, each by itself."""
     try:
         return [checked(finish(process), code) for process in started]
@@ -86,8 +85,7 @@ def finish_all(started: Sequence[subprocess.Popen[str]], code: int = 0) -> list[
             kill_group(process)
 
 
-def finish(process: subprocess.Popen[str], limit: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Wait for a process and end what is left of its group."""
+def finish(process: Process, limit: float | None = None) -> Done:
     limit = limit or LIMIT
     try:
         out, err = process.communicate(timeout=limit)
@@ -100,10 +98,7 @@ def finish(process: subprocess.Popen[str], limit: float | None = None) -> subpro
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def stop(
-    process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM, expect: int | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Send a process a signal and wait for its end."""
+def stop(process: Process, number: signal.Signals = signal.SIGTERM, expect: int | None = None) -> Done:
     process.send_signal(number)
     return checked(finish(process), expect)
 
@@ -114,24 +109,22 @@ def run(
     env: Variables | None = None,
     limit: float | None = None,
     expect: int | None = 0,
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """Run a command to its end and check its exit code (None: any)."""
     return checked(finish(start(command, cwd, env), limit), expect)
 
 
-def evenkeel(
-    *arguments: object, env: Variables | None = None, expect: int | None = 0
-) -> subprocess.CompletedProcess[str]:
+def evenkeel(*arguments: object, env: Variables | None = None, expect: int | None = 0) -> Done:
     """Type `python -m evenkeel ...`."""
     return run([*EVENKEEL, *arguments], env=env, expect=expect)
 
 
-def run_forked(*arguments: object, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+def run_forked(*arguments: object, expect: int | None = 0) -> Done:
     """As `run([sys.executable, ...])`, but forked from a process that has imported torch."""
     return checked(finish(fork(*arguments)), expect)
 
 
-def checked(done: subprocess.CompletedProcess[str], expect: int | None) -> subprocess.CompletedProcess[str]:
+def checked(done: Done, expect: int | None) -> Done:
     """A process with the exit code that was expected (None: any)."""
     if expect is not None:
         assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
@@ -153,13 +146,8 @@ def wait_until(
     more: Callable[[], object] = str,
     every: float = 0.01,
 ) -> Any:
-    """Wait for a condition, and return it.
-
-    Args:
-        condition: is asked again and again, `every` so many seconds.
-        what: to say of it if it does not come, followed by what `more` returns then.
-        limit: seconds; None: LIMIT.
-    """
+    """Ask for a condition `every` so many seconds until it is true, and return it. If it does not come within `limit`
+    seconds (None: LIMIT), say `what`, and what `more` returns then."""
     limit = limit or LIMIT
     deadline = time.monotonic() + limit
     while not (found := condition()):
@@ -168,7 +156,7 @@ def wait_until(
     return found
 
 
-def wait_beside(process: subprocess.Popen[str], condition: Callable[[], object], what: str) -> None:
+def wait_beside(process: Process, condition: Callable[[], object], what: str) -> None:
     """Wait for a condition before which a process must not end."""
     wait_until(lambda: condition() or process.poll() is not None, what)
     assert condition(), (what, process.communicate())
@@ -218,5 +206,4 @@ def contents_of(folder: Path) -> dict[Path, tuple[int, int]]:
 
 def read(run_dir: Path, name: str = "summary.json") -> dict[str, Any]:
     """One of a run's JSON files."""
-    value: dict[str, Any] = json.loads((run_dir / name).read_text())
-    return value
+    return json.loads((run_dir / name).read_text())

@@ -1,7 +1,5 @@
 """Samples of different sizes. `Boxes` and `Texts` lack the `collate` that docs/tasks.md shows; others have one."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import dataclass

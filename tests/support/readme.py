@@ -1,7 +1,5 @@
 """What README.md shows."""
 
-from __future__ import annotations
-
 import re
 
 from tests.support.processes import ROOT

@@ -1,7 +1,5 @@
 """A small task with BatchNorm and dropout, whose evaluation can be made to wait and never gets better."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,6 @@ class Recipe(Task):
     hold: str = ""
     """While this file exists, an evaluation after a step says so by another, of its name with .waiting, and waits."""
     dropout: float = 0.2
-    """Probability."""
     operation: str = ""
     """put: the loss uses an operation that has no deterministic algorithm."""
 

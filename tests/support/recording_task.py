@@ -1,7 +1,5 @@
 """A task whose data set writes down every sample it hands out, and which can be told to die or to be slow."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

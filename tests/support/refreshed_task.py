@@ -1,7 +1,5 @@
 """Tasks whose data the model makes: rightly, from the present weights (the control), and with mistakes."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time
@@ -123,8 +121,6 @@ class ByRank(Refreshed):
 
 @dataclass
 class Short(Refreshed):
-    """A sample is missing."""
-
     def refresh(self, model: nn.Module, epoch: int) -> Any:
         return InMemory(self.features()[1:], torch.zeros(SAMPLES - 1))
 

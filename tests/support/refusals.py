@@ -1,7 +1,5 @@
 """What a refusal says, and a job that refuses."""
 
-from __future__ import annotations
-
 from evenkeel.tasks.registry import built_in
 
 NONSENSE = (

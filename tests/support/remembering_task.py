@@ -1,7 +1,5 @@
 """Tasks that remember something besides their networks: rightly, not at all, and in `loss`."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import dataclass

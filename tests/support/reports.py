@@ -1,14 +1,11 @@
 """Reports as a user makes them, the files that they may also read, and what a browser says of them."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -21,10 +18,8 @@ from PIL import Image
 
 from evenkeel.run.records import read_config
 from evenkeel.tasks.classify import Classify
-from tests.support.processes import run
+from tests.support.processes import evenkeel, run
 from tests.support.small_runs import OLD_RUNS
-
-REPORT = [sys.executable, "-m", "evenkeel", "report"]
 
 CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
@@ -40,8 +35,7 @@ MEASURE = """<script>addEventListener("load", () => {
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Make a report."""
-    return run([*REPORT, *arguments])
+    return evenkeel("report", *arguments)
 
 
 def copy_of_a_run(to: Path, name: str = "finished") -> Path:
@@ -136,7 +130,6 @@ def in_a_browser(page: Path, width: int, dark: bool = False) -> Seen:
 
 def _chromium(port: int, name: str, folder: Path, dark: bool) -> tuple[str, str]:
     """(the DOM of a page, what the console said)."""
-    assert CHROMIUM
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--enable-logging=stderr"]
     done = run([*command, "--virtual-time-budget=5000", "--dump-dom", f"http://127.0.0.1:{port}/{name}"])

@@ -1,7 +1,5 @@
 """A real S3 server on this machine, moto's, and a proxy before it whose connections a test can cut or slow down."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -39,13 +37,11 @@ class Proxy:
         self.back()
 
     def back(self) -> None:
-        """Accept connections."""
         self._listener = socket.create_server(("127.0.0.1", self.port), reuse_port=False)
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def away(self) -> None:
         """Refuse connections, and cut those that are open."""
-        assert self._listener
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -96,12 +92,10 @@ def served(log: Path, checks: bool = False) -> Iterator[int]:
 
 
 def options(port: int) -> dict[str, str]:
-    """For s3fs."""
     return {"key": "nobody", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
 
 
 def variables(port: int) -> dict[str, str]:
-    """The same for a job: botocore reads its credentials from the environment."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL")
     return dict(zip(names, options(port).values(), strict=True)) | {"AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -113,14 +107,12 @@ def new_url() -> str:
 
 @pytest.fixture(scope="session")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a server."""
     with served(tmp_path_factory.mktemp("s3") / "log") as port:
         yield port
 
 
 @pytest.fixture
 def store(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An empty one."""
     for name, value in variables(port).items():
         monkeypatch.setenv(name, value)
     return Store(new_url(), tmp_path / "copies")

@@ -1,41 +1,39 @@
-"""Gradients, norms and weights of a small network under FSDP2: ours, and in the usual way. Rank 0 writes fingerprints.
+"""A step of a small network under FSDP2: its bits, ours and in the usual way, or the bytes that each rank sends.
 
-torchrun --nproc_per_node=W sharded_worker.py OUT.json MICRO_BATCHES [RANKS-OF-A-REPLICA]
+torchrun --nproc_per_node=W sharded_worker.py OUT.json {bits,fp32,bf16} MICRO_BATCHES [RANKS-OF-A-REPLICA]
+
+"bits": fingerprints of gradients, norms and weights. A precision: the bytes, counted where torch hands collectives to
+the process group, and what docs/sharding.md says.
 """
-
-from __future__ import annotations
 
 import hashlib
 import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sharded_task import LENGTH, VOCABULARY, Sharded
 from steps import rank_0_writes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenkeel.distributed.world import World
 from evenkeel.training.determinism import fix_arithmetic
 from evenkeel.training.row_norm import clip_rows
 from evenkeel.training.sharding import Sharding
 
+WHAT, MICRO_BATCHES = sys.argv[2], int(sys.argv[3])
+
 
 def batch(number: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(number))
 
 
-def sharded(world: World) -> tuple[Sharding, nn.Module]:
-    """Ours."""
-    torch.manual_seed(0)
-    model = Sharded().model().eval()
-    return Sharding(model, None, [], Sharded(), world, "fp32", replica_of(world)), model
-
-
 def replica_of(world: World) -> int:
-    return int(sys.argv[3]) if len(sys.argv) > 3 else world.world_size
+    return int(sys.argv[4]) if len(sys.argv) > 4 else world.world_size
 
 
 def stock(world: World) -> nn.Module:
@@ -50,7 +48,7 @@ def stock(world: World) -> nn.Module:
         divided: Any = fully_shard(block, mesh=mesh)
         divided.set_gradient_divide_factor(1.0)
         divided.set_force_sum_reduction_for_comms(True)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def fingerprint(tensors: list[Any]) -> str:
@@ -60,17 +58,18 @@ def fingerprint(tensors: list[Any]) -> str:
     return digest.hexdigest()
 
 
-def one_step(world: World) -> dict[str, str]:
+def bits(world: World) -> dict[str, str]:
     """The fingerprints of one step of so many micro-batches."""
     fix_arithmetic(True, False)
-    micro_batches, ranks, rank, task = int(sys.argv[2]), world.world_size, world.rank, Sharded()
-    sharding, model = sharded(world)
-    reduction = sharding.reduction
-    reduction.begin_step([range(micro_batches)])
-    for _ in range(-(-micro_batches // ranks)):
+    ranks, rank, task = world.world_size, world.rank, Sharded()
+    torch.manual_seed(0)
+    model = task.model().eval()
+    reduction = Sharding(model, None, [], task, world, "fp32", replica_of(world)).reduction
+    reduction.begin_step([range(MICRO_BATCHES)])
+    for _ in range(-(-MICRO_BATCHES // ranks)):
         own = reduction.round * ranks + rank
-        number = own if own < micro_batches else 0
-        (task.loss(model, batch(number)) / micro_batches).backward()
+        number = own if own < MICRO_BATCHES else 0
+        (task.loss(model, batch(number)) / MICRO_BATCHES).backward()
         if not reduction.is_last_round:
             reduction.accumulate(number)
     gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
@@ -84,18 +83,81 @@ def one_step(world: World) -> dict[str, str]:
                 weight.grad = gradient * (1 + step / 7)
             optimizer.step()
         found[f"control: {way}" if way == "fused" else way] = fingerprint(weights)
-    return found | (usual(world, micro_batches) if micro_batches % ranks == 0 else {})
+    return found | (usual(world) if MICRO_BATCHES % ranks == 0 else {})
 
 
-def usual(world: World, micro_batches: int) -> dict[str, str]:
+def usual(world: World) -> dict[str, str]:
     """The control: each rank adds up consecutive micro-batches, and the stock reduce-scatter the ranks."""
-    model, each = stock(world), micro_batches // world.world_size
+    model, each = stock(world), MICRO_BATCHES // world.world_size
     for number in range(world.rank * each, (world.rank + 1) * each):
-        (Sharded().loss(model, batch(number)) / micro_batches).backward()
+        (Sharded().loss(model, batch(number)) / MICRO_BATCHES).backward()
     gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
     total: Any = clip_grad_norm_(model.parameters(), 0.5)
     return {"control: gradients": fingerprint(gradients), "control: norm": total.full_tensor().item().hex()}
 
 
+class Wire(TorchDispatchMode):
+    """Counts what this rank sends to others: of a gather its part to each of them, of an exchange their rows.
+    "replicas" is what goes to the ranks of other replicas."""
+
+    def __init__(self, owners: Any) -> None:
+        super().__init__()
+        self.owners, self.sent = owners, {"weights": 0, "gradients": 0, "replicas": 0, "other": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name, group = func.overloadpacket.__name__, dist.ProcessGroup.unbox(args[2])
+            between = self.owners and group.group_name == self.owners.group_name
+            if name == "_allgather_base_":
+                self.sent["replicas" if between else "weights"] += args[1].nbytes * (group.size() - 1)
+            elif name == "alltoall_base_":
+                own = args[4][group.rank()] * args[1].element_size()
+                self.sent["replicas" if between else "gradients"] += args[1].nbytes - own
+            else:
+                self.sent["other"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def formula(world: World, ranks: int) -> dict[str, int]:
+    """The same by docs/sharding.md, of a network whose rows are padded to a multiple of the ranks of a replica."""
+    replicas, rest = world.world_size // ranks, MICRO_BATCHES % world.world_size
+    numbers = sum(-(-len(p) // ranks) * ranks * p[0].numel() for p in Sharded().model().parameters())
+    rounds = -(-MICRO_BATCHES // world.world_size)
+    own = len(range(world.rank, MICRO_BATCHES, world.world_size))
+    once, wide = numbers * (ranks - 1) // ranks, 2 if WHAT == "bf16" else 4
+    # a replica without a micro-batch in the last round sends none then
+    sums = rounds - (0 < rest <= world.rank // ranks * ranks)
+    between = padded_blocks(ranks, replicas) * (replicas - 1) // replicas * (sums + 1) * 4
+    return {"weights": 2 * rounds * once * wide, "gradients": own * once * 4, "replicas": between, "other": 0}
+
+
+def padded_blocks(ranks: int, replicas: int) -> int:
+    """Numbers of a rank's rows, each block's padded to a multiple of the replicas."""
+    model: Any = Sharded().model()
+    inner = {parameter: number for number, block in enumerate(model.blocks) for parameter in block.parameters()}
+    of: dict[int, int] = {}
+    for p in model.parameters():
+        of[inner.get(p, -1)] = of.get(inner.get(p, -1), 0) + -(-len(p) // ranks) * p[0].numel()
+    return sum(-(-numbers // replicas) * replicas for numbers in of.values())
+
+
+def sent(world: World) -> dict[str, Any]:
+    """What each rank sends in a step of so many micro-batches, counted and by the formula."""
+    task, ranks = Sharded(), replica_of(world)
+    torch.manual_seed(0)
+    model = task.model()
+    sharding = Sharding(model, None, [], task, world, WHAT, ranks)
+    reduction = sharding.reduction
+    reduction.begin_step([range(MICRO_BATCHES)])
+    with Wire(sharding._owners) as wire:
+        for _ in range(-(-MICRO_BATCHES // world.world_size)):
+            own = reduction.present.start + world.rank
+            number = own if own < MICRO_BATCHES else 0
+            (task.loss(model, batch(number)) / MICRO_BATCHES).backward()
+            reduction.accumulate(number)
+    found = {"counted": wire.sent, "formula": formula(world, ranks)}
+    return {str(rank): each for rank, each in enumerate(world.gather(found))}
+
+
 if __name__ == "__main__":
-    rank_0_writes(one_step)
+    rank_0_writes(bits if WHAT == "bits" else sent)

@@ -1,14 +1,11 @@
 """Small shards in every format, written as others write them."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 Members = Iterable[tuple[str, Mapping[str, bytes]]]
 
@@ -38,7 +35,7 @@ def tars(folder: Path, lengths: Iterable[int]) -> Path:
     return folder
 
 
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_lines(path: Path, rows: Iterable[dict]) -> None:
     """JSON lines, with a blank one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "\n")

@@ -1,7 +1,5 @@
 """A task that reads shards and writes down the samples that it has trained on."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ class Sharded(Task):
     harmless: ClassVar[frozenset[str]] = frozenset({"pause"})
 
     folder: str = ""
-    """Of the shards."""
     record: str = ""
     """Folder for the records: a line for each sample that is read."""
     window: int = 3

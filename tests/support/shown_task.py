@@ -1,7 +1,5 @@
 """Points in classes; the task shows a picture of its scores, and notes on every rank what metrics it hears of."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

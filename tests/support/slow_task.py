@@ -1,7 +1,5 @@
 """Regression in which one rank can be made slow in one part of its steps: SLOW_RANK, SLOW_PART and SLOW_SECONDS."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

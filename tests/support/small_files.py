@@ -1,7 +1,5 @@
 """Small real files in the formats of the well-known data sets, made from the digits."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import pickle

@@ -1,7 +1,5 @@
 """A task that needs 128 MiB of a GPU for each sample, of which it may have only a few GiB."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +10,6 @@ from evenkeel.training.classification import Classification
 
 
 class Wide(Classification):
-    """Each sample takes some 128 MiB for backward."""
-
     def train_dataset(self) -> InMemory:
         return InMemory(torch.randn(64, 1 << 12), torch.zeros(64, dtype=torch.long))
 

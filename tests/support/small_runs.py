@@ -1,12 +1,9 @@
 """Small runs that many tests start, and how far they have come."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import signal
-import subprocess
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,24 +16,11 @@ import torch
 
 from evenkeel.common.processes import process_name
 from evenkeel.data.plan import Plan
-from tests.support.processes import (
-    ROOT,
-    TRAIN,
-    checked,
-    finish,
-    finish_all,
-    fork_ranks,
-    read,
-    records,
-    run_forked,
-    stop,
-    wait_beside,
-    wait_until,
-)
+from tests.support import processes
 from tests.support.recording_task import SAMPLES
 
-SUPPORT = ROOT / "tests" / "support"
-OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
+SUPPORT = processes.ROOT / "tests" / "support"
+OLD_RUNS = processes.ROOT / "tests" / "fixtures" / "runs"
 
 TASK = f"{SUPPORT / 'recording_task.py'}:Recorded"
 ODD_TASKS = SUPPORT / "odd_tasks.py"
@@ -51,12 +35,8 @@ def options(task: str, run_dir: Path, *more: object) -> list[str]:
 
 
 def job_of(task: str, shape: str) -> Callable[..., list[str]]:
-    """What makes options of runs: (run_dir, *more, task=another class of the same file).
-
-    Args:
-        task: built in, or FILE:CLASS of tests/support.
-        shape: options that all have.
-    """
+    """What makes options of runs of a task, built in or FILE:CLASS of tests/support: (run_dir, *more, task=another
+    class of the same file). `shape` has the options that all have."""
     file, _, usual = task.rpartition(":")
 
     def made(run_dir: Path, *more: object, task: str = usual) -> list[str]:
@@ -83,25 +63,24 @@ def odd_job(task: str, run_dir: Path, *more: object) -> list[str]:
     return options(f"{ODD_TASKS}:{task}", run_dir, "--batch-size", 4, "--micro-batch", 2, "--epochs", 1, *more)
 
 
-def trained(ranks: int, options: Iterable[object]) -> list[subprocess.CompletedProcess[str]]:
+def trained(ranks: int, options: Iterable[object]) -> list[processes.Done]:
     """Train to a good end on so many forked ranks; 0: in one process without a process group."""
-    return finish_all(fork_ranks(ranks, TRAIN, *options))
+    return processes.finish_all(processes.fork_ranks(ranks, processes.TRAIN, *options))
 
 
-def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """Wait for a good end."""
-    return checked(finish(process), 0)
+def ended(process: processes.Process) -> processes.Done:
+    return processes.checked(processes.finish(process), 0)
 
 
-def signal_ranks(ranks: list[subprocess.Popen[str]], number: signal.Signals, victims: int = 0) -> list[int]:
+def signal_ranks(ranks: list[processes.Process], number: signal.Signals, victims: int = 0) -> list[int]:
     """Send a signal to the last so many ranks of a job (0: to all), wait for the ends of all; their exit codes."""
     for rank in ranks[-victims:]:
         rank.send_signal(number)
-    return [finish(rank).returncode for rank in ranks]
+    return [processes.finish(rank).returncode for rank in ranks]
 
 
 def signal_ranks_at(
-    step: int, run_dir: Path, ranks: list[subprocess.Popen[str]], number: signal.Signals, victims: int = 0
+    step: int, run_dir: Path, ranks: list[processes.Process], number: signal.Signals, victims: int = 0
 ) -> list[int]:
     """The same when a step stands in the metrics of the run."""
     wait_for_step(run_dir, step, ranks[0])
@@ -120,43 +99,39 @@ def interrupt(
     """Train on so many ranks, slowly while there is the file `slow`, and at a step send the last so many a signal."""
     if slow:
         slow.touch()
-    signal_ranks_at(step, run_dir, fork_ranks(ranks, TRAIN, *words), number, victims)
+    signal_ranks_at(step, run_dir, processes.fork_ranks(ranks, processes.TRAIN, *words), number, victims)
     if slow:
         slow.unlink()
 
 
-def failed(ranks: int, options: Iterable[object], code: int = 1) -> list[subprocess.CompletedProcess[str]]:
+def failed(ranks: int, options: Iterable[object], code: int = 1) -> list[processes.Done]:
     """Train on so many forked ranks, all of which must end with this exit code, each by itself."""
-    return finish_all(fork_ranks(ranks, TRAIN, *options), code)
+    return processes.finish_all(processes.fork_ranks(ranks, processes.TRAIN, *options), code)
 
 
 def refusal(options: Iterable[object], code: int = 2) -> str:
     """The only line by which train.py ends; with code 1 it is one of a failure."""
-    return the_line(run_forked(TRAIN, *options, expect=code).stderr)
+    return the_line(processes.run_forked(processes.TRAIN, *options, expect=code).stderr)
 
 
 def model_of(run_dir: Path) -> dict[str, Any]:
-    """The weights in a finished run's model.pt."""
-    found: dict[str, Any] = torch.load(run_dir / "model.pt", weights_only=True)
-    return found
+    return torch.load(run_dir / "model.pt", weights_only=True)
 
 
-def evaluation_of(first: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def evaluation_of(first: processes.Done) -> dict[str, Any]:
     """What rank 0 has printed of an `--eval-only`."""
-    found: dict[str, Any] = json.loads(first.stdout.splitlines()[-1])["evaluation"]
-    return found
+    return json.loads(first.stdout.splitlines()[-1])["evaluation"]
 
 
 def results_of(ranks: int, worker: str, folder: Path, *arguments: object) -> Any:
     """Run a script of tests/support on so many ranks: what the first has written as JSON to its first argument."""
     path = folder / f"{worker}-{ranks}.json"
-    finish_all(fork_ranks(ranks, SUPPORT / worker, path, *arguments))
+    processes.finish_all(processes.fork_ranks(ranks, SUPPORT / worker, path, *arguments))
     return json.loads(path.read_text())
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    """The steps in a run's metrics, in the order in which they were done."""
-    return [record["step"] for record in records(run_dir, "train")]
+    return [record["step"] for record in processes.records(run_dir, "train")]
 
 
 def no_step_is_done_twice(run_dir: Path) -> bool:
@@ -164,7 +139,7 @@ def no_step_is_done_twice(run_dir: Path) -> bool:
     return len(set(steps_of(run_dir))) == len(steps_of(run_dir))
 
 
-OWN = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+OWN = {"PYTHONPATH": f"{processes.ROOT}:{processes.ROOT / 'src'}"}
 """The environment of a job of :func:`own_task`."""
 
 
@@ -225,17 +200,27 @@ class Records:
 
 
 def each_once(epochs: int, samples: int) -> Counter[tuple[int, int]]:
-    """What that must be."""
     return Counter((epoch, sample) for epoch in range(epochs) for sample in range(samples))
 
 
 def weights_of(run_dir: Path) -> str:
     """The sha256 of a finished run's weights."""
-    return str(read(run_dir)["weights_sha256"])
+    return str(processes.read(run_dir)["weights_sha256"])
+
+
+def weights_undisturbed(ranks: int, words: Callable[..., list[str]], *more: object, scope: Any = "module") -> Any:
+    """A fixture: the fingerprint of the weights of a run on so many ranks that nobody disturbs."""
+
+    @pytest.fixture(scope=scope)
+    def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+        run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+        trained(ranks, words(run_dir, *more))
+        return weights_of(run_dir)
+
+    return weights
 
 
 def the_line(err: str) -> str:
-    """The only line of stderr."""
     (line,) = err.splitlines()
     assert line.startswith("evenkeel: ")
     return line.removeprefix("evenkeel: ")
@@ -243,7 +228,7 @@ def the_line(err: str) -> str:
 
 def starts(run_dir: Path) -> list[int]:
     """The steps at which a run's attempts began."""
-    return [record["step"] for record in records(run_dir, "start")]
+    return [record["step"] for record in processes.records(run_dir, "start")]
 
 
 def told_step(run_dir: Path) -> int:
@@ -257,25 +242,23 @@ def saved_step(run_dir: Path) -> int:
 
 
 def wait_for_start(run_dir: Path, count: int) -> None:
-    """Until a run has been started so many times."""
-    wait_until(lambda: len(starts(run_dir)) >= count, f"start {count}")
+    processes.wait_until(lambda: len(starts(run_dir)) >= count, f"start {count}")
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until a step stands in the metrics of a run."""
-    wait_beside(process, lambda: told_step(run_dir) >= step, f"step {step}")
+def wait_for_step(run_dir: Path, step: int, process: processes.Process) -> None:
+    processes.wait_beside(process, lambda: told_step(run_dir) >= step, f"step {step}")
 
 
 def stop_at(
     run_dir: Path,
     step: int,
-    process: subprocess.Popen[str],
+    process: processes.Process,
     number: signal.Signals = signal.SIGTERM,
     expect: int | None = None,
-) -> subprocess.CompletedProcess[str]:
+) -> processes.Done:
     """Send a process a signal after a step of its run, and wait for its end."""
     wait_for_step(run_dir, step, process)
-    return stop(process, number, expect)
+    return processes.stop(process, number, expect)
 
 
 def children(pid: int) -> list[int]:
@@ -284,37 +267,35 @@ def children(pid: int) -> list[int]:
     return [int(child) for some in found for child in some]
 
 
-def workers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
+def workers_of(agent: processes.Process) -> dict[int, int]:
     """Rank -> pid of what trains below a torchrun agent: the forks of keepers, or without keepers its children."""
     started = ranks_of(agent.pid)
     return started | {rank: pid for keeper in started.values() for rank, pid in ranks_of(keeper, "trainer").items()}
 
 
-def trainer_of(process: subprocess.Popen[str]) -> int:
+def trainer_of(process: processes.Process) -> int:
     """What trains of a `python train.py`: the fork of a keeper, or without one the process itself."""
     forked = [pid for pid in children(process.pid) if process_name(pid) == "trainer"]
     return forked[0] if forked else process.pid
 
 
-def keepers_of(agent: subprocess.Popen[str]) -> dict[int, int]:
+def keepers_of(agent: processes.Process) -> dict[int, int]:
     """Rank -> pid of the processes that a torchrun agent has started."""
     return ranks_of(agent.pid)
 
 
-BOTH_WAYS = pytest.mark.parametrize(
-    "dies", ["trainer", pytest.param("keeper", marks=[pytest.mark.slow, pytest.mark.long])]
-)
+BOTH_WAYS = pytest.mark.parametrize("dies", ["trainer", pytest.param("keeper", marks=pytest.mark.long)])
 """A rank that dies starts again in place, or with its keeper by torchrun."""
 
 
-def pids_of(agent: subprocess.Popen[str], dies: str) -> dict[int, int]:
+def pids_of(agent: processes.Process, dies: str) -> dict[int, int]:
     """Rank -> pid of its trainer or of its keeper, as in BOTH_WAYS."""
     return workers_of(agent) if dies == "trainer" else keepers_of(agent)
 
 
 def restarts_of(run_dir: Path) -> tuple[int, int]:
     """How often the ranks of a finished run have started again by torchrun, and how often in place."""
-    summary = read(run_dir)
+    summary = processes.read(run_dir)
     return summary["restarts"] - summary["restarts_in_place"], summary["restarts_in_place"]
 
 
@@ -333,7 +314,7 @@ def ranks_of(parent: int, name: str = "") -> dict[int, int]:
     return found
 
 
-def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
+def kill_workers_and_agent(process: processes.Process) -> None:
     """SIGKILL a whole job at once: torchrun puts each worker into a session of its own."""
     for pid in children(process.pid):
         os.killpg(pid, signal.SIGKILL)
@@ -341,10 +322,10 @@ def kill_workers_and_agent(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def kill_at(step: int, run_dir: Path, process: subprocess.Popen[str]) -> None:
+def kill_at(step: int, run_dir: Path, process: processes.Process) -> None:
     """The same at a step, when the last checkpoint before it is on the disk, of one in two steps."""
     wait_for_step(run_dir, step, process)
-    wait_until(lambda: saved_step(run_dir) >= step - 2, f"the last checkpoint before step {step}")
+    processes.wait_until(lambda: saved_step(run_dir) >= step - 2, f"the last checkpoint before step {step}")
     kill_workers_and_agent(process)
 
 

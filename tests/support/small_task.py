@@ -4,8 +4,6 @@ The variable SMALL_FILES is JSON: attributes of torchvision's data sets by class
 network's published ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -22,7 +20,6 @@ from evenkeel.tasks.classify import Classify
 
 
 def configure(settings: dict[str, Any]) -> None:
-    """Set the attributes."""
     import torchvision
 
     for name, url in settings.pop("weights", {}).items():

@@ -5,8 +5,6 @@ torchrun --standalone --nproc_per_node=2 tests/support/stock_loop.py --run-dir F
 Its lines in metrics.jsonl are what chaos follows a run by. benchmarks/kill.py draws it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Substreams whose samples say where they come from, and a task that writes down what it has trained on."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
@@ -92,7 +90,6 @@ class Streamed(Task):
     source: Literal["plain", "seek", "state"] = "plain"
     """What the source can do to be quick to resume."""
     substreams: int = 6
-    """K."""
     pause: float = 0.0
     """Seconds that a micro-batch takes."""
 
@@ -101,7 +98,7 @@ class Streamed(Task):
 
     def opened(self, k: int, turn: int) -> Iterable[Any]:
         source = SOURCES[self.source](k, turn)
-        source.made = lambda number: (torch.rand(4) + random.random(), torch.tensor(number))  # type: ignore[method-assign]
+        source.made = lambda number: (torch.rand(4) + random.random(), torch.tensor(number))
         return source
 
     def test_dataset(self) -> Any:

@@ -6,8 +6,6 @@ exchange, when the older copy is already overwritten; "hold" stops it there inst
 `Late` is late to commit a step that LATE names, as RANK:STEPS-BEFORE.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -104,5 +102,5 @@ class InterruptedReplica(Replica):
 import evenkeel.run.sharded_saver as saver  # noqa: E402
 import evenkeel.training.slots as slots  # noqa: E402
 
-slots.Slot = Interrupted  # type: ignore[misc]
-saver.Replica = InterruptedReplica  # type: ignore[attr-defined]
+slots.Slot = Interrupted
+saver.Replica = InterruptedReplica

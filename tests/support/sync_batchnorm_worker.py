@@ -3,10 +3,7 @@
 Each rank but the last has a part of the samples; the last one is idle. Rank 0 writes relative distances as JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any
 
 import torch
 from steps import rank_0_writes
@@ -18,7 +15,7 @@ from evenkeel.distributed.world import World
 
 SAMPLES, CHANNELS = 11, 5
 
-CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
+CASES: dict[str, tuple[type[nn.Module], dict, tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, {}, ()),
     "1d with a length": (nn.BatchNorm1d, {}, (6,)),
     "2d": (nn.BatchNorm2d, {}, (4, 3)),
@@ -100,7 +97,7 @@ def case(name: str, world: World, peers: Peers) -> dict[str, float]:
 def layer_of(norm: nn.Module, peers: Peers) -> nn.Module:
     """The layer, with the peers that are connected already."""
     synchronise(norm, Plan(1, 1, 1, 1), World(0, 0, 1, 1, torch.device("cpu"), launched=False))
-    mine: Any = norm
+    mine = norm
     mine.peers = peers
     assert peers_of(norm) is peers
     return norm

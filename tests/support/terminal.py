@@ -1,7 +1,5 @@
 """A command on a terminal of its own, with a real Ctrl-C."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -11,7 +9,6 @@ import subprocess
 import termios
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from tests.support.processes import LIMIT, ROOT, environment, kill_group
 
@@ -39,10 +36,10 @@ class Terminal:
         os.close(its)
         self.output = ""
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> "Terminal":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         kill_group(self.process)
         self.process.wait()
         os.close(self._ours)
@@ -53,7 +50,6 @@ class Terminal:
         return CONTROL.sub("", self.output).replace("\r", "")
 
     def read_until(self, pattern: str) -> None:
-        """Read until a pattern has been printed."""
         deadline = time.monotonic() + LIMIT
         while not re.search(pattern, self.text):
             assert self._read(deadline), f"ended without {pattern}\n{self.text}"

@@ -1,7 +1,5 @@
 """A thin project and its own environment: the packages of this one, and the package from a wheel of this checkout."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import venv

@@ -3,8 +3,6 @@
 torchrun --nproc_per_node=W tree_worker.py OUT.json MICRO_BATCHES
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,16 +10,12 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from steps import passes, rank_0_writes
+from steps import rank_0_writes, training
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from evenkeel.config import Config
-from evenkeel.data.loader import loader
-from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
 from evenkeel.training.determinism import fix_arithmetic
-from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State
 from evenkeel.training.state_dicts import sha256
@@ -126,22 +120,10 @@ def train(way: Way, world: World, micro_batches: int) -> list[str]:
     """Two epochs of four steps, the last of them short; fingerprints of the losses and of all that is committed."""
     model = way.model()
     state = State(model, [way.optimizer(model)])
-    train_set = Noisy(SIZE * micro_batches * 3 + SIZE + 1)
-    sampler = ElasticSampler(
-        train_set, SIZE * micro_batches, SIZE, num_replicas=world.world_size, rank=world.rank, seed=1
-    )
-    batches = loader(train_set, sampler, "train", way.workers, world.device)
-    gradients = DistributedLoss(
-        way.loss, state, world, sampler.plan, Config(seed=1, reduce=way.reduce), unused=way.unused_parameters
-    )
-    losses = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for step, mine, their_batches in by_step(batches, sampler):
-            state.clear_gradients()
-            passes(gradients, step, mine, their_batches)
-            losses.append(gradients.loss.reshape(1))
-            gradients.step(clip_grad_norm(model.parameters(), way.clip))
+    train_set, cut, losses = Noisy(SIZE * micro_batches * 3 + SIZE + 1), (SIZE * micro_batches, SIZE), []
+    for gradients in training(way, state, world, train_set, cut, 2, way.workers, reduce=way.reduce):
+        losses.append(gradients.loss.reshape(1))
+        gradients.step(clip_grad_norm(model.parameters(), way.clip))
     captured = state.capture()
     tensors = dict(captured["model"]) | {"losses": torch.cat(losses)}
     for place, values in captured["optimizers"][0]["state"].items():

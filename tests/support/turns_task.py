@@ -1,7 +1,5 @@
 """A WGAN-GP: the critic learns in each step, with a gradient penalty, and the generator in every third."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

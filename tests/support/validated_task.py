@@ -1,7 +1,5 @@
 """A task with a validation set, split at random from the training data, and two sets to test on."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +55,3 @@ class Validated(Classification):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         found = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return {"loss": found, "numbers": batch[2].double(), "right": model(batch[0]).argmax(1) == batch[1]}
-
-
-PATH = Path(__file__)

@@ -3,8 +3,6 @@
 `Gathered` is the control: the same loss with torch's `all_gather` in it, as scripts do it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

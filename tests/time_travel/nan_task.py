@@ -1,7 +1,5 @@
 """A task that reads its samples from files, one of which has NaN pixels from some moment on."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two ways in which a run parts from another: a rare sample is scaled, or one bit of a weight changes after a step."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,9 +25,8 @@ class Parting(Task):
 
     def train_dataset(self) -> TensorDataset:
         generator = torch.Generator().manual_seed(0)
-        return TensorDataset(
-            torch.randn(200, 8, generator=generator), torch.randn(200, generator=generator), torch.arange(200)
-        )
+        rows = torch.randn(200, 8, generator=generator)
+        return TensorDataset(rows, torch.randn(200, generator=generator), torch.arange(200))
 
     def test_dataset(self) -> TensorDataset:
         return TensorDataset(*(it[:8] for it in self.train_dataset().tensors))

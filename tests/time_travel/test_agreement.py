@@ -1,10 +1,13 @@
-"""Whether a replay agrees with its run, in a line."""
-
-from __future__ import annotations
+"""Whether a replay agrees with its run, or a checkpoint with recorded digests."""
 
 import pytest
+import torch
 
 from evenkeel.time_travel.agreement import Recorded, agreement
+from evenkeel.time_travel.bisect import _differ
+from evenkeel.training.digest import digests
+from evenkeel.training.staging import named_tensors
+from evenkeel.training.state import State
 
 RUN = Recorded({2: {"a": "1", "b": "2"}, 4: {"a": "3", "b": "4"}}, {1: (0.5, 2.0), 2: (0.4, None)})
 CASES = {
@@ -28,9 +31,8 @@ def test_one_line(case: str) -> None:
 
 def test_other_bits_of_a_ring_are_rounding_and_of_a_tree_are_not() -> None:
     again = Recorded({2: {"a": "1", "b": "9"}}, {1: (0.5, 2.0)})
-    assert agreement(RUN, again, exact=False)[1].endswith(
-        "the digests differ from step 2 on, as of a ring on other ranks"
-    )
+    line = "the digests differ from step 2 on, as of a ring on other ranks"
+    assert agreement(RUN, again, exact=False)[1].endswith(line)
     assert agreement(RUN, again, exact=True) == (False, "differs: from step 2 on, 1 of 2 tensors, the first b")
 
 
@@ -44,3 +46,22 @@ def test_what_a_later_attempt_did_again_counts() -> None:
     found = Recorded.of(records)
     assert found.logged == {3: (1.5, 2.5)}
     assert not found.digests
+
+
+def test_an_optimizers_tensor_that_differs_is_seen_between_a_checkpoint_and_recorded_digests() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = State(model, [optimizer])
+    model(torch.randn(4, 3)).square().mean().backward()
+    state.commit(torch.tensor(1.0))
+    checkpoint, recorded = digests(named_tensors(state.capture())), digests(state.tensors())
+    only = [name for name in recorded if name not in checkpoint]
+    assert len(only) == 6, "the control: no name of the optimizer's is in both, so names alone would show nothing"
+    assert not _differ(checkpoint, recorded)
+    assert not _differ(recorded, checkpoint)
+    optimizer.state[model.weight]["exp_avg"].view(torch.int32)[0, 0] ^= 1
+    later = digests(state.tensors())
+    assert _differ(checkpoint, later)
+    assert _differ(later, checkpoint)
+    assert _differ(recorded, later)

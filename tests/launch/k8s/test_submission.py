@@ -1,7 +1,5 @@
 """k8s/submit.py: from a topology to YAML that Kubernetes accepts and that changes no word, and the calls of kubectl."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -63,7 +61,6 @@ SETS = [
 
 
 def texts(words: str, *train: str, **environ: str) -> str:
-    """The YAML of a command line."""
     job = job_of(*parse_arguments(Submit, ["--image", "team/tide:1", *shlex.split(words), *RUN]))
     return document(*objects(replace(job, train_args=[*job.train_args, *train], environ=environ)))
 
@@ -105,7 +102,6 @@ def test_kubeflow_trainer_accepts_it(words: str) -> None:
 
 
 def missing(given: Any, read: Any, path: str = "") -> list[str]:
-    """What of an object has been lost."""
     if isinstance(given, dict) and isinstance(read, dict):
         return [lost for key, it in given.items() for lost in missing(it, read.get(key), f"{path}/{key}")]
     if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
@@ -216,9 +212,7 @@ def test_with_a_mirror_no_claim_is_needed(words: str, train: list[str], claim: s
         ("--name big", "--run-dir runs/\udcff", r"runs/\udcff: is not UTF-8"),
     ],
 )
-def test_bad_options_are_refused_in_a_line(
-    words: str, train: str, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_one_line(words: str, train: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     train_args = shlex.split(train) or ["--run-dir", "runs/big"]
     argv = ["--image", "tide", *shlex.split(words), "--dry-run", "--", *train_args]
     assert exit_code(lambda: main(argv)) == REFUSED
