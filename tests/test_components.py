@@ -19,12 +19,12 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1711,
-    "config": 593,
+    "config": 596,
     "data": 3132,
     "distributed": 2433,
     "resilience": 1659,
     "training": 6567,
-    "run": 6770,
+    "run": 6772,
     "tasks": 2286,
     "mirror": 565,
     "launch": 3025,

@@ -1,5 +1,6 @@
 """Weights from files of all kinds: real wrappers write them, and no file is taken in part without a word."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from tests.run.test_weights import (
     file,  # noqa: F401  (a fixture)
     refusal,
 )
-from tests.support.processes import TRAIN, read, records, run, run_forked
-from tests.support.small_runs import failed, job, the_line, trained
+from tests.support.processes import TRAIN, fork, read, records, run, run_forked
+from tests.support.small_runs import failed, job, stop_at, the_line, trained
 
 
 def test_a_class_of_the_main_program_needs_its_name_there(file: Path, tmp_path: Path) -> None:
@@ -70,6 +71,18 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     assert "evenkeel: WARNING: --init-from " in done.stderr
     assert "1 stayed as initialised: 2.weight (not in the file)" in done.stderr
     assert records(tmp_path / "part", "start")[0]["step"] == 0
+
+    # a run that has checkpoints no longer needs the file
+    more = ["--init-from", tmp_path / "bare", "--pause", 0.1, "--checkpoint-every", 2]
+    stop_at(tmp_path / "on", 5, fork(TRAIN, *job(tmp_path / "on", *more)), expect=75)
+    (tmp_path / "bare").unlink()
+    shutil.copytree(tmp_path / "on", tmp_path / "damaged")
+    run_forked(TRAIN, *job(tmp_path / "on", *more))
+    assert records(tmp_path / "on", "start")[1]["step"] >= 5
+    for path in step_folders(tmp_path / "damaged" / "checkpoints"):
+        flip_a_bit(path / STATE)
+    told = run_forked(TRAIN, *job(tmp_path / "damaged", *more), expect=2).stderr
+    assert "bare: no such file or folder, and the run has no whole checkpoint" in told
 
     flip_a_bit(steps[-1] / STATE)
     assert ": ".join(read_weights(model, old)).startswith(f"{old} at step-00000003 (1 newer damaged): all 4")

@@ -166,7 +166,7 @@ def build_state(
         Refusal: the weights do not fit, or an option does not fit this model.
     """
     origin = ""
-    if config.init_from and (world.rank == 0 or config.shard == "off"):
+    if config.init_from and (world.rank == 0 or config.shard == "off") and config.init_from.exists():
         origin = "--init-from {}: {}".format(*read_weights(model, config.init_from, config.init_partial))
     freeze(model, config.freeze)
     refuse_single_samples(config, task.loss, model, plan, world, sets[TRAINING])

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
-from rich.filesize import decimal
-
 from ..common.errors import Refusal
 from ..config import Config
 from ..data.data_digest import TRAINING
@@ -51,6 +49,8 @@ def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[st
 
 def disk_needed(config: Config, steps: int, state: State) -> str:
     """How many checkpoints a run of so many steps leaves with --keep-every, and their size, in a line."""
+    from rich.filesize import decimal  # takes time to import, and most runs have no --keep-every
+
     size, more = sum(tensor.nbytes for tensor in state.tensors().values()), ""
     try:
         whole = state.sharding.whole if state.sharding else {}
