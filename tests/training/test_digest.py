@@ -1,7 +1,5 @@
 """Digests: every bit and every place counts, the way of adding up does not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -57,9 +55,7 @@ def test_a_single_bit_anywhere_shows(size: int, seed: int, data: st.DataObject) 
 
 
 @given(st.integers(2, 40), seeds, st.data())
-def test_two_elements_that_change_places_show_where_a_sum_of_floats_is_the_same(
-    size: int, seed: int, data: st.DataObject
-) -> None:
+def test_two_elements_that_change_places_show_unlike_in_a_sum(size: int, seed: int, data: st.DataObject) -> None:
     values = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).float()
     one, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     swapped = values.clone()
@@ -77,15 +73,12 @@ def test_it_is_that_of_the_values_whatever_their_place_in_memory(dtype: torch.dt
     assert digest(values.t()) != digest(values)
 
 
-def test_type_and_shape_count() -> None:
+def test_type_and_shape_count_and_many_random_tensors_have_different_digests() -> None:
     zeros = torch.zeros(4)
     same_bits = [zeros, zeros.view(2, 2), zeros.view(torch.int32), torch.zeros(3), torch.zeros(2, dtype=torch.float64)]
     assert len({digest(tensor) for tensor in same_bits}) == len(same_bits)
     assert digest(torch.zeros(())) != digest(torch.zeros(0))
-
-
-def test_many_random_tensors_have_different_digests() -> None:
-    """Neighbouring values in neighbouring places, as in a step counter or a mask, where a weak mix would collide."""
+    # neighbouring values in neighbouring places, as in a step counter or a mask, where a weak mix would collide
     found = {digest(torch.tensor(row)) for row in np.ndindex(8, 8, 8, 8)}
     assert len(found) == 8**4
 

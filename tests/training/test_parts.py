@@ -1,7 +1,5 @@
 """Parts of a loss, and several metrics from one forward pass, in one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +107,7 @@ def test_parts_are_means_over_the_global_batch_of_uneven_micro_batches() -> None
         assert naive != pytest.approx(right.mean().item(), abs=1e-4), "the control: a mean of means"
 
 
-def test_a_part_changes_no_bit_of_the_gradient() -> None:
+def test_a_part_changes_no_bit_of_the_gradient_and_counts_by_samples_among_gpus() -> None:
     class Without(Tops):
         def loss(self, model: nn.Module, batch: Any) -> Any:
             return super().loss(model, batch)[0]
@@ -121,6 +119,14 @@ def test_a_part_changes_no_bit_of_the_gradient() -> None:
         assert bool(trained(task, model, plan).parts) == (type(task) is Tops)
         found.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
+    # with copies on the CPU, as in test_data_parallel
+    task = Tops()
+    model, batch = task.model(), task.train_dataset().__getitems__(list(range(10)))
+    shares = [Share(Loss(model, task.loss))(part) for part in divide(batch, chunks(10, 4))]
+    loss, parts = (torch.cat(each).sum(0) / 10 for each in zip(*shares, strict=True))
+    whole, expected = Loss(model, task.loss)(batch)
+    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(parts, expected)
 
 
 @pytest.mark.parametrize("task", [Tops(), OnlyTheLoss()])
@@ -131,17 +137,6 @@ def test_top_1_and_top_5_of_the_evaluation_take_one_pass(task: Tops) -> None:
     images, labels = data.tensors
     for most in (1, 5):
         assert found[f"top{most}"] == pytest.approx(hits(model(images), labels, most).double().mean().item())
-
-
-def test_among_the_gpus_of_one_process_parts_count_by_samples() -> None:
-    """With copies on the CPU, as in test_data_parallel."""
-    task = Tops()
-    model, batch = task.model(), task.train_dataset().__getitems__(list(range(10)))
-    shares = [Share(Loss(model, task.loss))(part) for part in divide(batch, chunks(10, 4))]
-    loss, parts = (torch.cat(each).sum(0) / 10 for each in zip(*shares, strict=True))
-    whole, expected = Loss(model, task.loss)(batch)
-    torch.testing.assert_close(loss, whole)
-    torch.testing.assert_close(parts, expected)
 
 
 def test_parts_may_be_numbers_and_may_be_named_as_they_are_logged() -> None:

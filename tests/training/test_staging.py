@@ -1,7 +1,5 @@
 """Copies of the state in memory that is kept: right, in no one's way, and never overwritten while they are written."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io
@@ -33,6 +31,7 @@ from evenkeel.training.state import State
 from tests.run.test_checkpoint import same
 
 CPU = torch.device("cpu")
+RANK_0 = World(0, 0, 1, 1, CPU, launched=False)
 
 
 def tree() -> dict[str, Any]:
@@ -68,12 +67,19 @@ def tensors(branch: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors(part)]
 
 
-def test_a_copy_is_bit_for_bit_what_was_there_and_shares_no_memory_with_it() -> None:
+def test_a_copy_is_bit_for_bit_and_the_control_memory_that_nobody_keeps_is_overwritten(tmp_path: Path) -> None:
     staging, live = Staging(CPU), tree()
     copied = copy(staging, live)
     assert same(copied, live)
     assert not {t.data_ptr() for t in tensors(copied) if t.numel()} & {t.data_ptr() for t in tensors(live)}
     assert not any(t.requires_grad for t in tensors(copied))
+    checkpoints = Checkpoints(tmp_path, keep=2, best_by=("accuracy", "max"))
+    staging, writer = Staging(CPU), ThreadPoolExecutor()
+    captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
+    with slow_disk(tmp_path):
+        saved = writer.submit(checkpoints.save, captured, {})
+        copy(staging, {"step": 2, "model": {"w": torch.full((10,), 2.0)}, "optimizers": []})
+    assert (load(saved.result())["model"]["w"] == 2).all(), "a checkpoint of step 1 with the weights of step 2"
 
 
 class Diverging(torch.optim.SGD):
@@ -132,7 +138,7 @@ def test_a_capture_while_the_loss_computes_with_other_weights_has_the_model_s_ow
     assert not control.any()
 
 
-def test_a_state_whose_optimizer_has_failed_half_way_is_torn() -> None:
+def test_a_state_whose_optimizer_has_failed_half_way_is_torn_and_a_commit_that_hangs_is_waited_for() -> None:
     model = nn.Linear(3, 3)
     state = State(model, [Diverging(model.parameters(), lr=1.0)])
     whole = state.capture()
@@ -142,9 +148,6 @@ def test_a_state_whose_optimizer_has_failed_half_way_is_torn() -> None:
         state.capture()
     state.restore(whole)
     assert same(state.capture(), whole)
-
-
-def test_a_commit_that_hangs_is_waited_for_with_patience() -> None:
     state = State(nn.Linear(3, 3), [])
     with state._seqlock.change(1), pytest.raises(Torn, match="still in progress"):
         state.capture(time.monotonic() + 0.1)
@@ -239,11 +242,6 @@ class Training:
         return all(bool((weight == found["step"]).all()) for weight in found["model"].values())
 
 
-@pytest.fixture
-def rank_0() -> World:
-    return World(0, 0, 1, 1, CPU, launched=False)
-
-
 @contextlib.contextmanager
 def slow_disk(folder: Path) -> Iterator[None]:
     """Whoever wants to write a checkpoint waits, after it has been copied, until this is over."""
@@ -257,10 +255,8 @@ def slow_disk(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("grace", [25, 1], ids=["waits for the writer", "cannot wait and takes new memory in time"])
-def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
-    tmp_path: Path, rank_0: World, grace: float
-) -> None:
-    training = Training(tmp_path / "run", rank_0, grace=grace)
+def test_a_rescue_while_a_checkpoint_is_written_leaves_two_whole(tmp_path: Path, grace: float) -> None:
+    training = Training(tmp_path / "run", RANK_0, grace=grace)
     with slow_disk(tmp_path / "run" / "checkpoints"):
         training.step()
         training.run.checkpointer.after_step({})
@@ -276,18 +272,8 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
     assert training.saved(2)
 
 
-def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, best_by=("accuracy", "max"))
-    staging, writer = Staging(CPU), ThreadPoolExecutor()
-    captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
-    with slow_disk(tmp_path):
-        saved = writer.submit(checkpoints.save, captured, {})
-        copy(staging, {"step": 2, "model": {"w": torch.full((10,), 2.0)}, "optimizers": []})
-    assert (load(saved.result())["model"]["w"] == 2).all(), "a checkpoint of step 1 with the weights of step 2"
-
-
-def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path, rank_0: World) -> None:
-    training = Training(tmp_path / "run", rank_0)
+def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", RANK_0)
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     for _ in range(3):
         training.step()
@@ -312,11 +298,8 @@ def test_memory_to_be_page_locked_is_as_large_as_the_state() -> None:
     assert sum(t.nbytes for t in sources) <= memory.nbytes < sum(t.nbytes for t in sources) + ALIGNED * len(sources)
     first = memory.data_ptr()
     for part, source in zip(parts, sources, strict=True):
-        assert (part.shape, part.dtype, part.stride()) == (
-            source.shape,
-            source.dtype,
-            torch.empty_like(source).stride(),
-        )
+        assert (part.shape, part.dtype) == (source.shape, source.dtype)
+        assert part.stride() == torch.empty_like(source).stride()
         assert part.untyped_storage().nbytes() == part.nbytes, "a file would have all the memory for each tensor"
         assert not part.numel() or (first <= part.data_ptr() and part.data_ptr() + part.nbytes <= first + memory.nbytes)
         part.copy_(source)
