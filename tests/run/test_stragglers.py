@@ -1,7 +1,5 @@
 """Who is late: the criterion on made-up times, and what is said and written. Real ranks: tests/processes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -31,23 +29,17 @@ def test_the_late_rank_and_the_part_in_which_it_loses_most() -> None:
                 assert late(rows) == {rank: (pytest.approx(4.6 / 3.1), part)}
 
 
-def test_ranks_alike_and_idle_ones_are_not_late() -> None:
+def test_ranks_alike_idle_ones_a_spread_among_all_and_smaller_micro_batches_make_nobody_late() -> None:
     assert late([EVEN] * 4) == {}
     assert late([EVEN, [0.0] * 5 + [10.0]]) == {}, "an idle rank is in time, and the other is alone"
     assert late([[0.0] * 6] * 3) == {}
     slightly = [row(0.1, 1.0 + 0.02 * r, 2.0) for r in range(8)]
     assert late(slightly) == {}
-
-
-def test_a_spread_among_all_is_nobodys_fault() -> None:
-    """Control: by the ratio alone the last one would be named."""
+    # control: by the ratio alone the last one would be named
     spread = [row(0.0, seconds, 0.0) for seconds in (0.4, 0.7, 1.0, 1.1, 1.4)]
     assert stragglers.RATIO < 1.4 / 1.0
     assert late(spread) == {}
-
-
-def test_smaller_micro_batches_make_nobody_late() -> None:
-    """Control: by micro-batch rank 0 and 1 would be named, or by sample the last, where 100 samples are cut by 40."""
+    # control: by micro-batch rank 0 and 1 would be named, or by sample the last, where 100 samples are cut by 40
     rows = [row(0.0, 1.3, 2.6, 10, 400), row(0.0, 1.3, 2.6, 10, 400), row(0.0, 1.0, 1.6, 10, 200)]
     assert stragglers.RATIO * 3.9 / 400 < 2.6 / 200
     assert late(rows) == {}
@@ -55,9 +47,7 @@ def test_smaller_micro_batches_make_nobody_late() -> None:
     assert set(late([rows[0], row(0.0, 9.0, 2.6, 10, 400), rows[2]])) == {1}
 
 
-def test_it_is_said_when_it_begins_and_when_it_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_begin_and_end_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(stragglers, "SPAN", 0.0)
     caplog.set_level(logging.WARNING)
     it = Stragglers(tmp_path / "ranks.jsonl", ["a", "b", "b"])
@@ -97,8 +87,5 @@ def test_noise_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         it.take(step, rows)
     assert found > 20
     assert not caplog.messages
-
-
-def test_a_full_disk_costs_a_line(caplog: pytest.LogCaptureFixture) -> None:
     Stragglers(Path("/dev/full"), ["a"]).take(1, [EVEN])
     assert "full: " in caplog.text
