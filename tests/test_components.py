@@ -1,7 +1,5 @@
 """The map of the source: imports go down only, modules form no circle, components are within their budgets of lines."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -51,9 +49,8 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom) or not node.level:
-            assert not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("evenkeel")), (
-                f"{path}: relative"
-            )
+            absolute = isinstance(node, ast.ImportFrom) and str(node.module).startswith("evenkeel")
+            assert not absolute, f"{path}: relative"
             continue
         parts = package.split(".") if package else []
         base = [*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])]
@@ -67,7 +64,14 @@ def component(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_imports_go_down_only() -> None:
+def test_imports_go_down_only_in_no_circle_and_the_control(tmp_path: Path) -> None:
+    known = modules()
+    # what is exported is imported when it is asked for
+    left = {name: imports(name, path, known) for name, path in known.items() if name}
+    while ready := [name for name, others in left.items() if not others & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert not left, "these wait for each other"
     known = modules()
     upward = [
         f"{name} imports {other}"
@@ -78,19 +82,6 @@ def test_imports_go_down_only() -> None:
     ]
     assert not upward
     assert {component(name) for name in known} - {"", "__main__", "testing"} == set(COMPONENTS), "testing is above all"
-
-
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    known = modules()
-    # what is exported is imported when it is asked for
-    left = {name: imports(name, path, known) for name, path in known.items() if name}
-    while ready := [name for name, others in left.items() if not others & left.keys()]:
-        for name in ready:
-            del left[name]
-    assert not left, "these wait for each other"
-
-
-def test_the_control_a_circle_and_an_upward_import_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def f():\n    from ..run import b\n")
     known = {"data.a": tmp_path / "a.py", "run.b": tmp_path / "b.py"}
     assert imports("data.a", tmp_path / "a.py", known) == {"run.b"}
@@ -116,12 +107,9 @@ def too_large(text: str) -> list[str]:
     return found
 
 
-def test_files_functions_and_classes_keep_within_their_limits() -> None:
+def test_files_functions_and_classes_keep_within_their_limits_and_the_control_what_is_too_large() -> None:
     found = {str(path.relative_to(PACKAGE)): too_large(path.read_text()) for path in PACKAGE.rglob("*.py")}
     assert not {name: what for name, what in found.items() if what}
-
-
-def test_the_control_what_is_too_large_is_found() -> None:
     methods = "".join(f"    def m{i}(self): ...\n" for i in range(16))
     function = "def f():\n" + "    pass\n" * 50
     assert too_large(f"class C:\n{methods}{function}") == ["C: 16 public methods", "f: 51 lines"]
@@ -137,7 +125,7 @@ def reading_path(text: str) -> list[tuple[Path, int, int]]:
     return [(ROOT / file, int(said), len((ROOT / file).read_text().splitlines())) for file, said in rows]
 
 
-def test_the_reading_path_is_short_and_its_files_are_there() -> None:
+def test_the_reading_path_is_short_and_every_room_says_what_is_in_it() -> None:
     path = reading_path((ROOT / "docs" / "design.md").read_text())
     assert len({file for file, *_ in path}) == len(path) > 30
     assert sum(lines for *_, lines in path) <= MOST_LINES_TO_READ
@@ -146,9 +134,6 @@ def test_the_reading_path_is_short_and_its_files_are_there() -> None:
     order = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file, *_ in path[1:]]
     later = {name for at, name in enumerate(order) if imports(name, known[name], known) & set(order[at:])}
     assert later == {"run.run", "distributed.world"}, "above what it imports, and docs/design.md names only 2 and 9"
-
-
-def test_every_room_says_what_is_in_it() -> None:
     for folder in {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}:
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         missing = [path.stem for path in folder.glob("*.py") if path.stem != "__init__" and path.stem not in text]

@@ -1,7 +1,5 @@
 """What tools/make_it_yours.py computes before it writes: valid names, what goes with a component, what names it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -32,9 +30,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "why"), [(name, why) for names, why in NAMES.items() for name in names.split()])
-def test_a_name_that_no_package_can_have_here(
-    name: str, why: str, made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_name(name: str, why: str, made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         made.check_name(name, files)
     (line,) = capsys.readouterr().err.splitlines()
@@ -55,20 +51,14 @@ def test_nothing_that_is_left_imports_or_names_what_goes(without: list[str], mad
     assert control, "as it was"
 
 
-def test_each_component_can_be_the_only_one_that_goes(made: Any, files: dict[str, str]) -> None:
+def test_each_component_can_be_the_only_one_that_goes_in_any_order(made: Any, files: dict[str, str]) -> None:
     """Several at once may hide that one of them needs another."""
     for name in components():
         gone, left = taken_out(made, files, [name])
         assert dangling(left, made.tracked() - gone, gone) == [], name
-
-
-def test_the_index_of_the_documentation_lists_what_is_left(made: Any, files: dict[str, str]) -> None:
     left = taken_out(made, files, ["slurm", "chaos"])[1]["docs/index.md"].splitlines()
     missing = [line for line in files["docs/index.md"].splitlines() if line not in left]
     assert [line.partition("]")[0] for line in missing] == ["- [Slurm", "- [Chaos"]
-
-
-def test_the_order_of_components_does_not_matter(made: Any, files: dict[str, str]) -> None:
     names = some_components(1)[-1]
     assert taken_out(made, files, names) == taken_out(made, files, names[::-1])
 
@@ -88,9 +78,7 @@ def test_a_package_goes_with_the_last_file_that_imports_it(made: Any, files: dic
     assert 'files = ["src", "tools", "train.py", "launch"]' in bare
 
 
-def test_a_file_of_the_users_that_imports_a_room_is_refused(
-    made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_file_that_imports_a_room(made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     mine = files | {"src/evenkeel/tasks/mine.py": "from .lm import LM\n"}
     with pytest.raises(SystemExit, match="2"):
         made.goes({"lm": components()["lm"]}, mine)

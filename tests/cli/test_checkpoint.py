@@ -1,7 +1,5 @@
 """`python -m evenkeel checkpoint` as a user types it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -14,14 +12,15 @@ from safetensors.torch import load_file
 from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, step_folders
 from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state, unfit
-from tests.support.processes import EVENKEEL, contents_of, run, run_forked
+from tests.support.processes import EVENKEEL, checked, contents_of, run
 from tests.support.small_runs import the_line
+from tests.support.typed import typed
 
 BEST = ("accuracy", "max")
 
 
 def checkpoint(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    return run_forked("-m", "evenkeel", "checkpoint", *arguments, expect=expect)
+    return checked(subprocess.CompletedProcess(arguments, *typed("checkpoint", *arguments)), expect)
 
 
 def refusal(*arguments: object) -> str:
@@ -60,13 +59,10 @@ def test_list(run_dir: Path, part: str) -> None:
     assert contents_of(run_dir) == before, "it only looks"
 
 
-def test_list_says_which_are_kept_for_ever(run_dir: Path) -> None:
+def test_list_of_one_and_of_those_kept_for_ever_and_of_old_ones_and_of_broken_ones(run_dir: Path) -> None:
     Checkpoints(run_dir / "checkpoints", keep=9, best_by=BEST, keep_every=50).save(state(250), {})
     _, *lines = checkpoint("list", run_dir).stdout.splitlines()
     assert [line.split()[0] for line in lines if "(each 50)" in line] == ["250"], "200 was saved without the option"
-
-
-def test_list_of_one_and_of_old_ones_and_of_broken_ones(run_dir: Path) -> None:
     folder = run_dir / "checkpoints"
     assert "(best)" in checkpoint("list", folder / "step-00000010").stdout.splitlines()[1]
     edit_manifest(folder / "step-00000210", as_it_was_before_kinds)

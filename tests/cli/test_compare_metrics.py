@@ -1,7 +1,5 @@
 """`compare --metrics`: last and best metrics of several runs, with what was lost or done again left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ def three(folder: Path) -> list[Path]:
     return [first, second, third]
 
 
-def test_a_line_for_each_metric_with_differences_from_the_first(tmp_path: Path) -> None:
+def test_a_line_for_each_metric_and_in_json_an_item_for_each_run(tmp_path: Path) -> None:
     runs = three(tmp_path)
     lines = compare("--metrics", *runs, expect=0)
     assert [line.split() for line in lines[:-1]] == [
@@ -55,10 +53,6 @@ def test_a_line_for_each_metric_with_differences_from_the_first(tmp_path: Path) 
     ]
     assert lines[-1] == "best: at the step with the highest test/accuracy"
     assert compare(*runs[:2], "--metrics", expect=0)[1].split() == ["step", "last", "20", "10"]
-
-
-def test_json_has_an_item_for_each_run(tmp_path: Path) -> None:
-    runs = three(tmp_path)
     found = json.loads("\n".join(compare("--metrics", "--json", *runs, expect=0)))
     assert found == as_json(runs)
     assert found["best_by"] == ["highest test/accuracy", "highest test/accuracy", None]
@@ -76,18 +70,16 @@ def test_what_was_lost_or_done_again_does_not_count(tmp_path: Path) -> None:
     assert (measured(again).last["test/accuracy"], measured(again).best_step) == (0.25, 10)
     lowest = made_up(tmp_path / "low", evaluation(10, 0.5), evaluation(20, 0.25), best=("test/accuracy", "min"))
     assert measured(lowest).best_step == 20
-    assert table([lowest, again])[-1] == (
-        "best: at the step with the lowest test/accuracy or the highest test/accuracy"
-    )
+    last = "best: at the step with the lowest test/accuracy or the highest test/accuracy"
+    assert table([lowest, again])[-1] == last
 
 
 def test_refusals(tmp_path: Path) -> None:
     runs = three(tmp_path)
     empty = made_up(tmp_path / "empty")
     assert compare(*runs, expect=2) == [f"evenkeel: {runs[2]}: only with --metrics; else two runs are compared"]
-    assert compare(*runs[:2], "--json", expect=2) == [
-        "evenkeel: --json: only with --metrics; else two runs are compared"
-    ]
+    (line,) = compare(*runs[:2], "--json", expect=2)
+    assert line == "evenkeel: --json: only with --metrics; else two runs are compared"
     *_, line = compare("--metrics", runs[0], empty, expect=2)
     assert line == f"evenkeel: {empty}: has no metrics so far; name runs that have logged some"
     (line,) = compare("--metrics", *runs, tmp_path / "missing", expect=2)

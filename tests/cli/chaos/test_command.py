@@ -1,16 +1,14 @@
 """The command line of chaos: what it refuses, what it understands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from evenkeel.cli.chaos.command import ChaosCommand, find_run_dir, parse_duration, parse_faults
-from evenkeel.common.errors import Refusal
 from tests.support.chaos import chaos
 from tests.support.processes import run
+from tests.support.raised import refusal_of
 
 JOB = ["torchrun", "train.py", "--run-dir", "runs/never"]
 
@@ -38,10 +36,7 @@ def test_refusals(
     there.write_text("")
     there.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Refusal) as refusal:
-        ChaosCommand(**options)(command)  # type: ignore[arg-type]
-    assert line in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    assert line in refusal_of(ChaosCommand(**options), command)
 
 
 def test_a_finished_run_is_refused_in_one_line_and_nothing_is_started(tmp_path: Path) -> None:
@@ -51,17 +46,11 @@ def test_a_finished_run_is_refused_in_one_line_and_nothing_is_started(tmp_path: 
     assert not (tmp_path / "started").exists()
 
 
-def test_durations() -> None:
+def test_durations_faults_and_the_last_run_directory_of_the_command() -> None:
     assert [parse_duration(text) for text in ("20s", "2m", "0.5h", "7", "1.5")] == [20, 120, 1800, 7, 1.5]
-
-
-def test_the_run_directory_is_the_last_one_in_the_command() -> None:
     assert find_run_dir(["t", "--run-dir", "a"]) == Path("a")
     assert find_run_dir(["t", "--run-dir=a", "--", "--run-dir=b"]) == Path("b")
     assert find_run_dir(["t", "--run_dir", "a", "--run-directory", "b"]) == Path("a")
-
-
-def test_what_may_reach_others_is_done_only_on_request() -> None:
     assert "fill" not in parse_faults("", nodes=1)
     assert "node" not in parse_faults("", nodes=1)
     assert "node" in parse_faults("", nodes=3)

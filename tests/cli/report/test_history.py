@@ -1,7 +1,5 @@
 """What a run has left, from real runs whose files were then damaged."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -95,31 +93,28 @@ def test_attempts_end_as_they_say_or_were_killed(tmp_path: Path) -> None:
     assert history.seconds["dead"] == pytest.approx((18 - 14) + (28 - 22) + (38 - 30))
 
 
-def test_a_run_that_has_lost_all_its_steps(tmp_path: Path) -> None:
+def test_a_run_that_has_lost_all_its_steps_and_numbers_that_no_run_has_written(tmp_path: Path) -> None:
     records = [record("start", 0, 1.0), record("train", 5, 2.0, loss=1.0), record("start", 0, 3.0)]
     history = read(write(tmp_path / "run", records))
     assert (history.curves, history.again, history.best_value()) == ({}, 5, None)
     assert ReportCommand((tmp_path / "run",))() == 0
-
-
-def test_numbers_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
     good = [record("start", 0, 1.0), record("train", 1, 2.0, loss=1.0)]
     bad = [record("train", 10**30, 3.0, loss=1.0), record("train", 2, math.nan, loss=1.0), record("train", -5, 3.0)]
     bad += [record("train", 3, 4.0, loss=10**400, lr=math.inf, grad_norm=math.nan)]
     bad += [record("train", 4, 5.0, loss=None, lr=0.1)]  # as of a loss that is not finite
+    memory = {"kind": "memory", "step": 1, "time": 1.0, "memory": [{"weights": 5, "peak": 7}]}
+    bad += [memory, *(memory | {"memory": it} for it in ([{"weights": "much"}], 5, [3]))]
     history = read(write(tmp_path / "run", [*good, *bad]))
+    assert history.memory == memory["memory"]
     assert {name: list(it.steps) for name, it in history.curves.items()} == {"train/loss": [1], "train/lr": [4]}
 
 
-def test_runs_are_named_by_their_folders_or_else_by_their_paths(tmp_path: Path) -> None:
+def test_runs_are_named_by_their_folders_or_else_by_their_paths_and_differ_in_options(tmp_path: Path) -> None:
     paths = (tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "b" / "other")
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         copy_of_a_run(path)
     assert [it.name for it in read_histories(paths)] == [str(paths[0]), str(paths[1]), "other"]
-
-
-def test_the_options_in_which_runs_differ(tmp_path: Path) -> None:
     histories = [read(copy_of_a_run(tmp_path / name, name)) for name in ("finished", "typed")]
     differing = dict(differing_options(histories))
     assert differing.keys() == {"micro_batch"}
@@ -145,10 +140,3 @@ def test_durations_that_no_run_has_had_are_left_out(tmp_path: Path, seconds: flo
     history = read(run_dir)
     assert 0 <= sum(history.seconds.values()) < 100
     assert "1970" not in page([history], {})
-
-
-def test_damaged_records_of_memory_are_left_out(tmp_path: Path) -> None:
-    line = {"kind": "memory", "step": 1, "time": 1.0, "memory": [{"weights": 5, "peak": 7}]}
-    bad = [{**line, "memory": [{"weights": "much"}]}, {**line, "memory": 5}, {**line, "memory": [3]}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [line, *bad]))
-    assert read_history(tmp_path, "run").memory == line["memory"]

@@ -1,7 +1,5 @@
 """The page, the CSV and the PNGs that the command writes; what it refuses."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -16,8 +14,8 @@ import pytest
 
 from evenkeel.cli.report.command import ReportCommand
 from evenkeel.cli.report.theme import LIGHT
-from evenkeel.common.errors import Refusal
 from tests.support.processes import ROOT
+from tests.support.raised import refusal_of
 from tests.support.reports import copy_of_a_run, write_predictions, write_ranks
 
 EVIL = '<script>alert("1")<img src=x onerror=alert(2)>$x^2$&amp;'
@@ -64,7 +62,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_the_page_loads_nothing_and_runs_nothing(rich: Path) -> None:
+def test_the_page_loads_nothing_and_runs_nothing_and_what_a_user_has_named_is_shown_as_it_is(rich: Path) -> None:
     text = (rich / "report.html").read_text()
     assert not [it for it in ("http:", "https:", "@import") if it in text]
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
@@ -73,9 +71,6 @@ def test_the_page_loads_nothing_and_runs_nothing(rich: Path) -> None:
     assert not page.handlers
     assert not {"script", "iframe", "object", "embed", "form", "base"} & page.tags.keys()
     assert "default-src 'none'" in text
-
-
-def test_what_a_user_has_named_is_shown_as_it_is(rich: Path) -> None:
     page = Page(rich / "report.html")
     assert page.tags["img"] == 24, "the images of two sets, and none of a name"
     shown = "".join(page.texts)
@@ -101,7 +96,7 @@ def test_it_says_which_samples_an_epoch_has(tmp_path: Path) -> None:
     assert "without the end of an epoch that fills no batch" in text
 
 
-def test_each_figure_has_words_and_no_id_comes_twice(rich: Path) -> None:
+def test_each_figure_has_words_no_id_comes_twice_and_colours_are_those_of_the_style_sheet(rich: Path) -> None:
     page = Page(rich / "report.html")
     assert len(page.labels) == page.tags["svg"] >= 12
     assert all(page.labels)
@@ -112,9 +107,6 @@ def test_each_figure_has_words_and_no_id_comes_twice(rich: Path) -> None:
     pictures = {path.name: path.read_bytes() for path in (rich / "png").iterdir()}
     assert {"loss.png", "timeline.png", "test-confusion.png", "script-confusion.png", "ranks.png"} <= pictures.keys()
     assert all(content.startswith(b"\x89PNG") and len(content) > 3000 for content in pictures.values())
-
-
-def test_colours_are_those_of_the_style_sheet_and_change_in_the_dark(rich: Path) -> None:
     style = (ROOT / "src" / "evenkeel" / "assets" / "page.css").read_text()
     light, dark = style.split("prefers-color-scheme: dark")
     for name, colour in LIGHT.items():
@@ -129,9 +121,8 @@ def test_csv_has_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
     runs = tuple(copy_of_a_run(tmp_path / name, name) for name in ("finished", "typed"))
     ReportCommand(runs, csv=tmp_path / "all.csv")()
     with (tmp_path / "all.csv").open(newline="") as file:
-        found = [
-            (it["run"], it["kind"], int(it["step"]), it["name"], float(it["value"])) for it in csv.DictReader(file)
-        ]
+        rows = csv.DictReader(file)
+        found = [(it["run"], it["kind"], int(it["step"]), it["name"], float(it["value"])) for it in rows]
     expected, others = [], ("kind", "step", "time", "epoch", "spent")
     for run_dir in runs:
         for record in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
@@ -157,9 +148,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def refused(*runs: Path, **options: Any) -> str:
-    with pytest.raises(Refusal) as caught:
-        ReportCommand(runs, **options)()
-    return str(caught.value)
+    return refusal_of(ReportCommand(runs, **options))
 
 
 def test_only_a_report_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
