@@ -1,7 +1,5 @@
 """docs/coming-from.md: what it says to type and write exists, and what people type elsewhere is answered as it says."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex
@@ -14,7 +12,6 @@ from torch.distributed.run import get_args_parser
 
 from evenkeel.__main__ import COMMANDS, subcommands
 from evenkeel.common.arguments import flag
-from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.launch.launchers import MultiNode
 from evenkeel.tasks.classify import Classify
@@ -22,6 +19,7 @@ from evenkeel.tasks.command_line import BY_NAME, parse
 from evenkeel.tasks.registry import BUILT_IN, built_in, load_task
 from evenkeel.training.task import Task, option_name
 from tests.support.processes import ROOT
+from tests.support.raised import refusal_of
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 KUBERNETES = sorted((ROOT / "src" / "evenkeel" / "launch" / "k8s").glob("*.py"))
@@ -87,20 +85,14 @@ def unknown(pieces: Iterator[str] | list[str]) -> list[str]:
     return found
 
 
-def test_what_it_says_to_type_exists() -> None:
+def test_what_it_says_to_type_and_write_exists_and_the_control_wrong_options_are_found() -> None:
     pieces = [*to_type()]
     assert len([piece for piece in pieces if "--" in piece]) >= 90
     assert len([piece for piece in pieces if piece.startswith("python -m evenkeel ")]) >= 5
     assert unknown(pieces) == []
-
-
-def test_the_control_wrong_options_and_commands_are_found() -> None:
     wrong = ["python -m evenkeel predcit RUN", "python -m evenkeel predict RUN --sett a", "--ema 0.9 --warmup-epochs 5"]
     assert unknown([*wrong, "--ema 0.9"]) == [*wrong[:2], f"{wrong[2]}: --warmup-epochs"]
-
-
-def test_what_it_says_to_write_exists() -> None:
-    """Methods of a task, with the names of their parameters."""
+    # methods of a task, with the names of their parameters
     cells = [span for _, here in rows(TOOLS) for span in spans(here)]
     calls = [found.groups() for span in cells if (found := re.fullmatch(r"(\w+)\(([\w, ]*)\)", span))]
     assert len(calls) > 20
@@ -118,9 +110,7 @@ def test_an_option_of_another_tool_is_answered_as_the_page_says(there: str, here
     for option in typed:
         if (name := option.replace("_", "-")) in ours:
             continue
-        with pytest.raises(Refusal) as caught:
-            parse([option, "1"])
-        answer = str(caught.value).removesuffix(" (--help lists all options)")
+        answer = refusal_of(parse, [option, "1"]).removesuffix(" (--help lists all options)")
         assert name in BY_NAME or "; did you mean --" in answer, answer
         if "here it is --" in answer or "; did you mean --" in answer:
             named = long_options(answer.partition("here it is" if name in BY_NAME else "did you mean")[2])
