@@ -66,18 +66,17 @@ def component(name: str) -> str:
 
 def test_imports_go_down_only_in_no_circle_and_the_control(tmp_path: Path) -> None:
     known = modules()
-    # what is exported is imported when it is asked for
-    left = {name: imports(name, path, known) for name, path in known.items() if name}
+    found = {name: imports(name, path, known) for name, path in known.items()}
+    left = {name: others for name, others in found.items() if name}  # what is exported is imported when it is asked for
     while ready := [name for name, others in left.items() if not others & left.keys()]:
         for name in ready:
             del left[name]
     assert not left, "these wait for each other"
-    known = modules()
     upward = [
         f"{name} imports {other}"
-        for name, path in known.items()
+        for name, others in found.items()
         if component(name) in COMPONENTS
-        for other in imports(name, path, known)
+        for other in others
         if COMPONENTS.index(component(other)) > COMPONENTS.index(component(name))
     ]
     assert not upward
