@@ -64,6 +64,9 @@ def test_what_is_asked_and_what_is_our_own_is_let_through() -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def test_the_size_of_a_group_that_there_is_not_and_an_error_of_another_kind() -> None:
     with pytest.raises(EndedHere) as ended, no_collectives("loss()"):
         dist.get_world_size()
     assert str(ended.value).startswith("loss() calls get_world_size of torch.distributed at ")

@@ -79,7 +79,7 @@ def test_uneven_shares_count_by_their_samples(samples: int) -> None:
     assert torch.allclose(naive, whole, rtol=1e-4) == even
 
 
-def test_batches_of_all_kinds_are_divided_into_the_shares_of_torch() -> None:
+def test_batches_of_all_kinds_are_divided() -> None:
     batch = {"x": torch.arange(5), "more": (torch.arange(10).view(5, 2), ["a", "b", "c", "d", "e"]), "scale": 3}
     first, second = divide(batch, [3, 2])
     assert (first["x"].tolist(), second["x"].tolist()) == ([0, 1, 2], [3, 4])
@@ -88,6 +88,9 @@ def test_batches_of_all_kinds_are_divided_into_the_shares_of_torch() -> None:
     assert samples_in(batch) == 5
     pair = [torch.arange(2), torch.arange(2)]
     assert [part[1].tolist() for part in divide(pair, [1, 1])] == [[0], [1]], "a list of tensors is not one of samples"
+
+
+def test_the_shares_are_those_of_torch() -> None:
     for samples in range(1, 41):
         for devices in range(1, 10):
             expected = [len(part) for part in torch.arange(samples).chunk(devices)]
@@ -95,7 +98,7 @@ def test_batches_of_all_kinds_are_divided_into_the_shares_of_torch() -> None:
     assert (chunks(30, 4), chunks(10, 4)) == ([8, 8, 8, 6], [3, 3, 3, 1])
 
 
-def test_what_one_process_divides_among_and_several_see_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dp_with_several_processes_sees_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     refuse_company(1, 2)
     with pytest.raises(
@@ -104,6 +107,9 @@ def test_what_one_process_divides_among_and_several_see_the_mapping(monkeypatch:
         refuse_company(4, 2)
     with pytest.raises(Refusal, match=r"here: none\)"):
         refuse_company(2, 0)
+
+
+def test_what_one_process_divides_among(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert replicas("ddp", torch.device("cuda", 1)) == [torch.device("cuda", 1)]
     assert [device.index for device in replicas("dp", torch.device("cuda", 0))] == [0, 1, 2]

@@ -41,7 +41,7 @@ def test_both_names(monkeypatch: pytest.MonkeyPatch, visible: str | None, names:
     assert device_name(CPU) == "cpu"
 
 
-def test_too_many_processes_see_the_mapping_and_uneven_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_processes_see_the_mapping_and_the_entry_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,7,1")
     text = explain_devices(3, 2)
     assert "(CUDA_VISIBLE_DEVICES=2,3,7,1)" in text
@@ -49,6 +49,9 @@ def test_too_many_processes_see_the_mapping_and_uneven_gpus_are_told(monkeypatch
     assert "the entry 7 is not a GPU of this machine, so CUDA ignores it and all after it" in text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert "ignores" not in explain_devices(3, 2)
+
+
+def test_uneven_gpus_are_told() -> None:
     big, small = "A100 with 80 GiB", "T4 with 15 GiB"
     assert explain_uneven([big, big]) == ""
     assert explain_uneven([big]) == ""

@@ -148,11 +148,13 @@ def test_what_cannot_be_cut_is_refused(make: Callable[[], nn.Module], message: s
     assert refusal_of(cut, make(), 2).startswith(f"--model-parallel 2: {message}")
 
 
-def test_a_part_beyond_tracing_is_taken_as_a_whole_and_a_loose_parameter_is_where_it_is_used() -> None:
+def test_a_part_beyond_tracing_is_taken_as_a_whole() -> None:
     net = nn.Sequential(nn.Linear(4, 4), Undecided(), nn.Linear(4, 4))
     found = cut(net, 3)
     assert {name.split(".")[0]: number for name, number in found.tensors.items()} == {"0": 0, "1": 1, "2": 2}
 
+
+def test_a_loose_parameter_is_where_it_is_used() -> None:
     class Late(Forked):
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x)) * self.scale
@@ -256,7 +258,6 @@ def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkey
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
-
     model = nn.ModuleDict({"segmenter": nn.Linear(2, 2), "discriminator": nn.Linear(2, 2)})
     assert "no network 'segmentor'; it has segmenter, discriminator" in refusal_of(named, model, {"segmentor": 0})
     assert "device 0 has no network" in refusal_of(named, model, {"segmenter": 1, "discriminator": 1})
@@ -266,7 +267,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         named(both, {"a": 0, "b": 1})
 
 
-def test_parts_of_one_network_can_be_placed_too_on_as_many_devices_as_are_named() -> None:
+def test_parts_of_one_network_can_be_placed_too() -> None:
     net = Classify().model()
     found = named(net, {"features": 0, "classifier": 1})
     with fake():
@@ -279,6 +280,9 @@ def test_parts_of_one_network_can_be_placed_too_on_as_many_devices_as_are_named(
         spread(net, found)
         found.connect(net, DEVICES)
         assert net(torch.rand(2, 8, device=DEVICES[0])).device == net[2].weight.device == DEVICES[0]
+
+
+def test_how_many_devices_a_rank_has() -> None:
     assert devices_per_rank(Config()) == 1
     assert devices_per_rank(Config(model_parallel=3)) == 3
     assert devices_per_rank(Config(place=" a = 0, b=1,c=1")) == 2

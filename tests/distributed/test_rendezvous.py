@@ -54,10 +54,13 @@ def died(future: Future[Store]) -> bool:
     return isinstance(future.exception(), EndedHere)
 
 
-def test_arrivals_in_any_order_beside_stale_workers_of_another_size(join: Join) -> None:
+def test_arrivals_in_any_order(join: Join) -> None:
     for seed in range(5):
         ranks = random.Random(seed).sample(range(8), 8)
         agree([join(rank, 8, delay=0.02 * i) for i, rank in enumerate(ranks)])
+
+
+def test_stale_workers_of_another_size_are_left_alone(join: Join) -> None:
     stale = [join(rank, 3, lives=1.0) for rank in (0, 1)]
     agree([join(rank, 2) for rank in range(2)])
     assert all(map(died, stale))
@@ -77,10 +80,13 @@ def test_keys_of_an_attempt_that_died_half_way(join: Join, dead_size: int) -> No
     agree([join(rank, 3, delay=0.3 if rank == 0 else 0) for rank in range(3)])
 
 
-def test_workers_that_die_and_workers_of_a_dead_rank_0_are_replaced(join: Join) -> None:
+def test_a_worker_that_answers_and_dies_is_replaced(join: Join) -> None:
     first = join(0, 3)
     assert died(join(1, 3, lives=0.2))
     agree([first, join(1, 3), join(2, 3, delay=0.5)])
+
+
+def test_workers_answered_by_a_dead_rank_0_go_to_the_live_one(join: Join) -> None:
     worker = join(1, 3)
     assert died(join(0, 3, lives=0.2))
     agree([join(0, 3), worker, join(2, 3)])
@@ -129,7 +135,7 @@ def test_never_two_of_a_rank_whoever_is_alive(join: Join, seed: int) -> None:
             assert future.result().add(f"of rank {rank}", 1) == 1
 
 
-def test_the_time_limit_names_the_missing_but_not_hundreds(join: Join) -> None:
+def test_the_time_limit_names_the_missing(join: Join) -> None:
     attempt = [join(rank, 6, lives=1.5) for rank in (0, 2, 5)]
     with pytest.raises(
         EndedHere, match=r"3 of 6 ranks are here; waiting for 1, 3, 4; gave up after 1\.5 s; see their logs"
@@ -137,6 +143,9 @@ def test_the_time_limit_names_the_missing_but_not_hundreds(join: Join) -> None:
         attempt[0].result()
     with pytest.raises(EndedHere, match=r"rank 2 of 6: .* 1\.5 s from rank 0\. "):
         attempt[1].result()
+
+
+def test_the_time_limit_does_not_name_hundreds(join: Join) -> None:
     with pytest.raises(EndedHere, match=r"1 of 100 ranks are here; waiting for 1, 2, .*, 20, \.\.\.; gave up"):
         join(0, 100, lives=0.1).result()
 

@@ -159,7 +159,7 @@ def snapshots(folder: Path, *numbers: int) -> Checkpoints:
     return checkpoints
 
 
-def test_what_another_process_still_writes_is_left_alone_and_keeps_no_start_waiting(checkpoints: Checkpoints) -> None:
+def test_what_another_process_still_writes_is_left_alone(checkpoints: Checkpoints) -> None:
     left = checkpoints.folder / ".step-00000007.abc.tmp"
     left.mkdir(parents=True)
     with checkpoints.locked(0.0):  # flock counts descriptors, not processes
@@ -167,6 +167,9 @@ def test_what_another_process_still_writes_is_left_alone_and_keeps_no_start_wait
         assert left.exists()
     checkpoints.load_newest()
     assert not left.exists(), "the control: its writer was killed"
+
+
+def test_a_writer_that_is_frozen_between_two_renames_keeps_no_start_waiting(checkpoints: Checkpoints) -> None:
     final = checkpoints.save(state(3), {})
     with checkpoints.locked(0.0):
         final.rename(checkpoints.folder / f".{final.name}.old")
@@ -365,7 +368,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
-def test_damaged_ones_are_set_aside_and_stand_in_no_way(
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
     before, newest = (checkpoints.save(state(step), {"accuracy": step / 10}) for step in (1, 2))
@@ -383,6 +386,12 @@ def test_damaged_ones_are_set_aside_and_stand_in_no_way(
     checkpoints.save(state(2), {})  # the step comes again
     assert steps(checkpoints) == [1, 2]
     assert same(load(newest), state(2))
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_old_one_does_not_stand_in_the_way(
+    checkpoints: Checkpoints, name: str, damage: Callable[[Path], None]
+) -> None:
     old = checkpoints.save(state(1), {"accuracy": 0.5})
     damage(old / name)
     assert checkpoints.improves({"accuracy": 0.9})
@@ -392,7 +401,7 @@ def test_damaged_ones_are_set_aside_and_stand_in_no_way(
     assert steps(checkpoints) == [2, 3, 4], "the first of equal ones is the best"
 
 
-def test_a_flipped_bit_anywhere_in_the_manifest_or_in_all_states(checkpoints: Checkpoints) -> None:
+def test_a_flipped_bit_anywhere_in_the_manifest(checkpoints: Checkpoints) -> None:
     """It is whole, or reported: never another exception, which would end the training."""
     manifest = checkpoints.save(state(1), {"accuracy": 0.5}) / MANIFEST
     content = manifest.read_bytes()
@@ -403,6 +412,9 @@ def test_a_flipped_bit_anywhere_in_the_manifest_or_in_all_states(checkpoints: Ch
         checkpoints.improves({"accuracy": 0.1})
         with contextlib.suppress(Damaged):
             assert same(load(manifest.parent), state(1))
+
+
+def test_if_all_are_damaged_there_is_none_and_all_are_still_there(checkpoints: Checkpoints) -> None:
     for step in (1, 2):
         flip_a_bit(checkpoints.save(state(step), {}) / STATE)
     assert checkpoints.load_newest() is None
@@ -473,7 +485,7 @@ def test_a_sealed_one_that_is_no_state(checkpoints: Checkpoints, caplog: pytest.
     assert line.endswith(f"; set aside as {aside.name}, trying the one before")
 
 
-def test_what_is_no_damage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_is_no_damage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.save(state(1), {})
 
     def no_memory(*_: object, **__: object) -> None:
@@ -483,6 +495,9 @@ def test_what_is_no_damage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         checkpoints.load_newest()
     assert steps(checkpoints) == [1]
+
+
+def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkpoints) -> None:
     checkpoints.save(state(1), {})
     with pytest.raises((AttributeError, pickle.PicklingError)):
         checkpoints.save(state(2) | {"function": lambda: None}, {})

@@ -81,6 +81,9 @@ def test_it_is_flat_and_neither_ranks_nor_the_place_show(monkeypatch: pytest.Mon
     assert found["device"] == "cpu"
     assert "code:evenkeel/training/distributed_loss.py" in found
     assert "cudnn" not in found, "it does not compute here"
+
+
+def test_ranks_that_share_a_gpu_do_not_add_by_nccl() -> None:
     libraries = fingerprint_module._gpu_libraries
     if not dist.is_nccl_available():
         pytest.skip("torch without NCCL")
@@ -148,7 +151,7 @@ def test_a_change_of_any_file_of_a_room_that_computes_counts(tmp_path: Path, mon
     assert {"code:evenkeel/data/shuffle.py", "code:evenkeel/training/deeper/more.py"} <= changed.keys()
 
 
-def test_differences_in_words_and_a_checkpoint_of_another_version_is_one() -> None:
+def test_a_checkpoint_of_another_version_is_one_difference() -> None:
     old = read_manifest(OLD_RUNS / "tree" / "checkpoints" / "step-00000022").fingerprint
     names = [name for name in old if name.startswith("code:evenkeel/")]
     here = {"code:evenkeel/data/shuffle.py": "1", "threads": old["threads"]}
@@ -156,6 +159,9 @@ def test_differences_in_words_and_a_checkpoint_of_another_version_is_one() -> No
     assert describe(found) == f"Evenkeel is another version ({len(names) + 1} files of its code differ)"
     one = {"code:evenkeel/data/shuffle.py": ("1", "2")}
     assert describe(one) == "code:evenkeel/data/shuffle.py 1 -> 2", "the control: of one version the file is named"
+
+
+def test_differences_in_words() -> None:
     assert differences({"a": "1", "b": "2", "d": "4"}, {"c": "3", "a": "1", "b": "3"}) == {
         "c": ("(none)", "3"),
         "b": ("2", "3"),

@@ -10,11 +10,14 @@ from evenkeel.run.hints import MOST, Figures, hints
 QUIET = Figures(600.0, {"productive": 0.9, "data": 0.05, "evaluation": 0.04, "checkpoint": 0.01}, memory=0.7)
 
 
-def test_a_run_without_a_flaw_gets_none_and_the_worst_two_at_a_time() -> None:
+def test_a_run_without_a_flaw_gets_none() -> None:
     assert hints(QUIET) == {}
     assert hints(replace(QUIET, memory=None)) == {}
     slow = replace(QUIET, shares={"evaluation": 0.5, "checkpoint": 0.5}, eval_every=0, checkpoint_every=0)
     assert hints(slow) == {}, "there is no option to change"
+
+
+def test_at_most_two_at_a_time() -> None:
     worst = replace(QUIET, shares={"data": 0.25, "evaluation": 0.35, "checkpoint": 0.2}, memory=0.99)
     assert list(hints(worst)) == ["memory", "data"]
     assert MOST == 2

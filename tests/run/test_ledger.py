@@ -42,7 +42,7 @@ def test_seconds_go_to_the_account_of_their_phase(clock: Clock) -> None:
     assert spent["start_up"] > 0.2, "this process and its imports are older than the test"
 
 
-def test_work_that_an_earlier_attempt_had_done_is_redone_and_a_hang_is_dead_time(clock: Clock) -> None:
+def test_work_that_an_earlier_attempt_had_done_is_redone(clock: Clock) -> None:
     it = Activity()
     it.redo_until, it.step = 2, 1
     it.enter(COMPUTING)
@@ -52,6 +52,9 @@ def test_work_that_an_earlier_attempt_had_done_is_redone_and_a_hang_is_dead_time
     it.enter(COMPUTING)
     clock.sleep(0.1)
     assert (it.spent()["redone"], it.spent()["productive"]) == (0.05, 0.1)
+
+
+def test_a_hang_is_dead_time(clock: Clock) -> None:
     it = Activity()
     it.enter(COMPUTING)
     clock.sleep(0.05)

@@ -86,12 +86,15 @@ def test_what_cannot_be_logged_is_named(tmp_path: Path, values: Any, why: str) -
     assert not (tmp_path / "media").exists()
 
 
-def test_figures_are_pictures_and_a_full_disk_costs_only_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_a_picture_and_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours = tracker(tmp_path)
     (tmp_path / "media").write_text("in the way")
     media.log(ours, 1, {"x": torch.zeros(2, 2), "lag": 1})
     assert "media/x/step-00000001.png" in caplog.text
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl") if record["kind"] == "log"] == [1]
+
+
+def test_figures_and_pillow_images_are_pictures_and_floats_beyond_the_range_are_cut() -> None:
     figure: Any = pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1))
     image, cut = Image.new("L", (4, 3), 9), torch.tensor([[-1.0, 2, torch.nan]])
     _, files = media.check({"plot": figure, "image": image, "cut": cut})

@@ -136,6 +136,11 @@ def test_a_slow_one_delays_no_step(
     ours.close(75)
     assert f"{name}: not closed after 0 s, 99 reports are not sent" in caplog.text
     note_tracker.Stuck.answer.set()
+
+
+def test_one_that_is_far_behind_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(own_trackers, "MOST_WAITING", 3)
     monkeypatch.setattr(note_tracker.Stuck, "answer", threading.Event())
     ours = tracker(tmp_path, 0, f"{MODULE}:Stuck")
@@ -159,14 +164,15 @@ def test_a_start_waits_little(
     assert not caplog.text
 
 
-def test_a_missing_folder_or_module(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_made_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "trackers").write_text("in the way")
     ours = tracker(tmp_path, 0, NOTES)
     ours.train(1, 1.5, 2.5, 0.1)
     ours.close()
     assert caplog.text.count(f"{NOTES} is off: FileExistsError: ") == 1
+
+
+def test_a_copy_without_them_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "evenkeel.run.own_trackers", None)
     assert openers_of([]) == {}
     assert "has been deleted from this copy of Evenkeel; leave it out" in refusal_of(openers_of, [NOTES])

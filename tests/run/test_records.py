@@ -43,7 +43,7 @@ def test_whole_lines_come_through_and_no_others(tmp_path: Path, caplog: pytest.L
     assert ledger([WHOLE, {**WHOLE, "spent": {"of a later version": 5.0}}])["productive"] == 0
 
 
-def test_facts_values_that_are_no_numbers_and_the_evaluation_of_a_step(tmp_path: Path) -> None:
+def test_facts(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     assert read_facts(path) == ({}, "")
     path.write_text('{"state": "running", "step": 7, "last_failure": null, "pid": "x", "mine": [1, "x"]}')
@@ -56,11 +56,17 @@ def test_facts_values_that_are_no_numbers_and_the_evaluation_of_a_step(tmp_path:
     assert read_facts(path)[1] == ""
     path.write_text("[1]")
     assert read_facts(path) == ({}, "status.json cannot be read: a JSON list and not an object")
+
+
+def test_values_that_are_no_numbers_count_as_not_finite() -> None:
     values = {"a": math.nan, "b": 10**400, "c": -math.inf, "d": "x", "e": 1, "f": None}
     record = {"kind": "train", "step": 1, "time": 1, **values}
     unknown = dict.fromkeys(("train/a", "train/b", "train/c", "train/f"))
     assert values_of(record) == unknown | {"train/e": 1}
     assert shown(values_of(record)) == "train/a nan  train/b nan  train/c nan  train/e 1.0000  train/f nan"
+
+
+def test_an_evaluation_counts_if_its_step_and_the_code_are_the_same_since() -> None:
     found = [{"kind": "start", "step": 0}, {"kind": "eval", "step": 3, "test/loss": 0.5}, {"kind": "start", "step": 3}]
     assert evaluation_in(found, 3) == {"test/loss": 0.5}
     for since in ({"kind": "bits", "step": 3}, {"kind": "start", "step": 2}):

@@ -141,13 +141,15 @@ def test_an_end_that_cannot_be_written_is_none(path: Path) -> None:
     assert directory.status == read_json(file)
 
 
-def test_a_file_is_no_run_and_what_a_start_that_came_to_nothing_left_may_become_one(path: Path) -> None:
+def test_a_file(path: Path) -> None:
     path.parent.mkdir()
     path.write_text("precious")
     assert refusal(path) == "is a file; name a folder"
     assert refusal(path / "below").startswith("cannot be written: Not a directory")
     assert path.read_text() == "precious"
-    path.unlink()
+
+
+def test_an_empty_folder_and_what_a_start_that_came_to_nothing_left(path: Path) -> None:
     (path / "logs" / "attempt-0001").mkdir(parents=True)
     (path / ".lock").touch()
     (path / ".config.toml.123.tmp").touch()
@@ -232,7 +234,7 @@ def closed() -> Iterator[Path]:
         yield folder
 
 
-def test_a_folder_or_a_run_that_cannot_be_written_or_read(closed: Path) -> None:
+def test_a_folder_that_cannot_be_written_or_read(closed: Path) -> None:
     mend = "Permission denied; fix that or name another folder"
     with unprivileged():
         assert refusal(closed) == f"cannot be written: {mend}"
@@ -241,6 +243,9 @@ def test_a_folder_or_a_run_that_cannot_be_written_or_read(closed: Path) -> None:
     for path in (closed, closed / "run"):
         with unprivileged(), pytest.raises(Refusal, match="Permission denied"):
             claim(path, OPTIONS, fresh=False)
+
+
+def test_a_run_that_cannot_be_written(closed: Path) -> None:
     closed.chmod(0o755)
     started(closed)
     closed.chmod(0o555)
@@ -391,9 +396,12 @@ def old_ones(path: Path) -> list[Path]:
     return sorted(path.parent.glob("mine.old-*"))
 
 
-def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
+def test_to_start_over_where_nothing_was_moves_nothing(path: Path) -> None:
     claim(path, OPTIONS, fresh=True).start_over([""])
     assert old_ones(path) == [], "nothing was there"
+
+
+def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
     started(path)
     (path / "model.pt").write_text("precious")
     (path / "streams").mkdir()  # states of the old run's data
@@ -421,7 +429,7 @@ def test_to_start_over_twice_in_a_second_keeps_both_old_runs(path: Path, monkeyp
     assert [read_config(old / "config.toml")["seed"] for old in old_ones(path)] == [0, 1]
 
 
-def test_to_start_over_here_leaves_alone_what_is_not_the_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_start_over_leaves_alone_what_is_not_the_runs(path: Path) -> None:
     started(path)
     (path / "thesis.tex").write_text("precious")
     (path / "slurm").mkdir()
@@ -429,9 +437,12 @@ def test_to_start_over_here_leaves_alone_what_is_not_the_runs(path: Path, monkey
     assert sorted(entry.name for entry in path.iterdir()) == [".lock", "slurm", "status.json", "thesis.tex"]
     (old,) = old_ones(path)
     assert sorted(entry.name for entry in old.iterdir()) == ["config.toml", "status.json"]
+
+
+def test_to_start_over_in_this_folder_names_the_old_one_after_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(path)
     monkeypatch.chdir(path)
-    assert claim(Path(), OPTIONS, fresh=True).start_over([""]) == old_ones(path)[1]
+    assert claim(Path(), OPTIONS, fresh=True).start_over([""]) == old_ones(path)[0]
 
 
 def test_to_start_over_behind_a_link_to_another_file_system(path: Path) -> None:
@@ -590,6 +601,9 @@ def test_a_file_is_written_so_that_it_survives_a_crash(tmp_path: Path, monkeypat
     assert done == ["fsync file", "rename", "fsync folder"]
     assert read_json(tmp_path / "a.json") == {"x": 1}
     assert read_json(tmp_path / "b.json") == {}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": 1})
 
     def half(file: Any) -> None:

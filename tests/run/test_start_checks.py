@@ -12,9 +12,7 @@ from evenkeel.run.records import MIRRORED
 from evenkeel.run.start_checks import refuse_unmirrored
 
 
-def test_a_mirror_that_nothing_copies_and_sharding_by_an_old_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mirror_without_a_process_that_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(run_dir=tmp_path, mirror="s3://bucket/runs")
     with pytest.raises(Refusal, match=r"^--mirror: (no process copies the checkpoints|has been deleted)"):
         refuse_unmirrored(config)
@@ -24,6 +22,9 @@ def test_a_mirror_that_nothing_copies_and_sharding_by_an_old_torch(
     refuse_unmirrored(Config(run_dir=tmp_path))
     monkeypatch.setenv(MIRRORED, str(tmp_path))
     refuse_unmirrored(config)
+
+
+def test_sharding_with_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", "2.8.0+cpu")
     with pytest.raises(Refusal, match=r"^--shard on: needs torch 2.9 or later, and this is 2.8.0\+cpu$"):
         refuse_old_torch(Config(shard="on"))

@@ -29,17 +29,23 @@ def test_the_late_rank_and_the_part_in_which_it_loses_most() -> None:
                 assert late(rows) == {rank: (pytest.approx(4.6 / 3.1), part)}
 
 
-def test_ranks_alike_idle_ones_a_spread_among_all_and_smaller_micro_batches_make_nobody_late() -> None:
+def test_ranks_alike_and_idle_ones_are_not_late() -> None:
     assert late([EVEN] * 4) == {}
     assert late([EVEN, [0.0] * 5 + [10.0]]) == {}, "an idle rank is in time, and the other is alone"
     assert late([[0.0] * 6] * 3) == {}
     slightly = [row(0.1, 1.0 + 0.02 * r, 2.0) for r in range(8)]
     assert late(slightly) == {}
-    # control: by the ratio alone the last one would be named
+
+
+def test_a_spread_among_all_is_nobodys_fault() -> None:
+    """Control: by the ratio alone the last one would be named."""
     spread = [row(0.0, seconds, 0.0) for seconds in (0.4, 0.7, 1.0, 1.1, 1.4)]
     assert stragglers.RATIO < 1.4 / 1.0
     assert late(spread) == {}
-    # control: by micro-batch rank 0 and 1 would be named, or by sample the last, where 100 samples are cut by 40
+
+
+def test_smaller_micro_batches_make_nobody_late() -> None:
+    """Control: by micro-batch rank 0 and 1 would be named, or by sample the last, where 100 samples are cut by 40."""
     rows = [row(0.0, 1.3, 2.6, 10, 400), row(0.0, 1.3, 2.6, 10, 400), row(0.0, 1.0, 1.6, 10, 200)]
     assert stragglers.RATIO * 3.9 / 400 < 2.6 / 200
     assert late(rows) == {}
@@ -87,5 +93,8 @@ def test_noise_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         it.take(step, rows)
     assert found > 20
     assert not caplog.messages
+
+
+def test_a_full_disk_costs_a_line(caplog: pytest.LogCaptureFixture) -> None:
     Stragglers(Path("/dev/full"), ["a"]).take(1, [EVEN])
     assert "full: " in caplog.text

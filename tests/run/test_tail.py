@@ -21,7 +21,7 @@ def line(step: int) -> str:
     return json.dumps({"kind": "train", "step": step, "time": 1.0}) + "\n"
 
 
-def test_a_line_is_taken_once_and_when_it_is_whole_and_a_run_that_was_started_over_begins_anew(tmp_path: Path) -> None:
+def test_a_line_is_taken_once_and_when_it_is_whole(tmp_path: Path) -> None:
     steps = Steps(path := tmp_path / "metrics.jsonl")
     steps.update()
     assert steps.found == []
@@ -30,6 +30,12 @@ def test_a_line_is_taken_once_and_when_it_is_whole_and_a_run_that_was_started_ov
             file.write(text)
         steps.update()
         assert steps.found == expected
+
+
+def test_a_run_that_was_started_over_begins_anew(tmp_path: Path) -> None:
+    steps = Steps(path := tmp_path / "metrics.jsonl")
+    path.write_text(line(1) + line(2))
+    steps.update()
     path.rename(tmp_path / "old")
     path.write_text(line(7) + line(8) + line(9))
     steps.update()

@@ -102,11 +102,14 @@ def test_lines_of_training_are_seconds_apart(run_dir: Path, capsys: pytest.Captu
     assert [line["step"] for line in lines(run_dir) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 20]
 
 
-def test_a_stream_has_no_epoch_and_a_nan_spoils_no_file(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_no_number_does_not_spoil_the_file(run_dir: Path) -> None:
     it = tracker(run_dir)
     for loss in (float("nan"), float("inf"), -float("inf"), 1.0):
         it.train(10, loss, 2.5, 0.1)
     assert [line["train/loss"] for line in lines(run_dir)] == [None, None, None, 1.0]
+
+
+def test_a_stream_has_no_epoch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stream = Plan(ENDLESS - ENDLESS % 8, global_batch=8, micro_batch=8, epochs=20, max_steps=50)
     Tracker(Config(), stream, run_dir, attempt=1, world_size=2).train(10, 1.5, 2.5, 0.1)
     assert "epoch" not in lines(run_dir)[-1]
@@ -309,7 +312,7 @@ def test_wandb_hears_what_metrics_jsonl_hears(run_dir: Path, fake: FakeWandb) ->
     assert fake.summary == {"best/step": 10, "best/validation/accuracy": 0.9}, "of a run that is finished"
 
 
-def test_a_report_that_fails_or_wandb_costs_a_line(
+def test_a_report_that_cannot_be_made_costs_a_line(
     run_dir: Path, fake: FakeWandb, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There is no run in this folder."""
@@ -318,6 +321,11 @@ def test_a_report_that_fails_or_wandb_costs_a_line(
     it.close()
     assert caplog.text.count("--wandb-report: no report was sent: ") == 1
     assert fake.ended == [0]
+
+
+def test_wandb_that_dies_later_ends_no_training(
+    run_dir: Path, fake: FakeWandb, caplog: pytest.LogCaptureFixture
+) -> None:
     it = tracker(run_dir, wandb="online")
     it.start_wandb("kept", {})
     cast(Any, it._trackers["Weights & Biases"])._run.log = lambda *_, **__: 1 / 0

@@ -266,12 +266,15 @@ def test_partial_takes_what_fits_and_says_what_stayed_random(file: Path) -> None
         assert torch.equal(value, before[name] if name in random else saved.state_dict()[name]), name
 
 
-def test_long_lists_are_cut_and_a_file_of_which_nothing_fits_is_refused_with_partial_too(file: Path) -> None:
+def test_long_lists_are_cut_and_names_do_not_reach_the_terminal_as_commands(file: Path) -> None:
     torch.save({"a\x1b[2Jb\nc": torch.zeros(1)} | {f"{i}": torch.zeros(1) for i in range(999)}, file)
     message = refusal(Net(), file)
     assert r"1000 unexpected: 'a\x1b[2Jb\nc', 0, 1 and 997 more;" in message
     assert f"and {15 - SHOWN} more;" in message
     assert len(message) < 1000
+
+
+def test_a_file_of_which_nothing_fits_is_refused_with_partial_too(file: Path) -> None:
     model = Net()
     before = sha256(model.state_dict())
     for weights in ({"other": torch.zeros(1)}, {"head.bias": torch.zeros(99)}):
@@ -417,10 +420,13 @@ def test_what_is_written_loads_where_it_is_meant_to(form: str, file: Path) -> No
     assert same(saved, model)
 
 
-def test_files_without_named_tensors_and_safetensors_holds_nothing_else(file: Path, tmp_path: Path) -> None:
+def test_safetensors_holds_nothing_but_tensors(file: Path) -> None:
     weights: dict[str, Any] = {"a": torch.zeros(1), "b._extra_state": {"n": 1}}
     with file.open("wb") as opened, pytest.raises(Refusal, match=r"^--as safetensors: .*b\._extra_state is not one"):
         write(weights, "safetensors", opened)
+
+
+def test_files_without_named_tensors(file: Path, tmp_path: Path) -> None:
     torch.save([torch.zeros(1)], file)
     assert refusal(Net(), file).endswith("has no named tensors, only a list")
     torch.save({"epoch": 3, "loss": 0.5}, file)

@@ -46,9 +46,12 @@ def operations(step: Any, count: int) -> int:
     return counted.count
 
 
-def test_more_buffers_are_not_more_operations_and_numbers_that_float64_does_not_hold_stay() -> None:
+def test_more_buffers_are_not_more_operations_and_in_a_loop_they_are() -> None:
     assert operations(flat_step, 2) == operations(flat_step, 50)
     assert operations(naive_step, 50) > 10 * operations(naive_step, 2)
+
+
+def test_numbers_that_float64_does_not_hold_stay_what_they_are() -> None:
     live = {
         "hash": torch.tensor([2**62 + 1, -(2**62) - 1]),
         "rotation": torch.tensor([1 + 2j, 3 - 4j]),
@@ -81,12 +84,15 @@ def test_views_of_the_committed_values_stay_and_follow() -> None:
         assert buffers.committed[name] is seen[name]
 
 
-def test_flags_and_small_counts_go_up_and_down_and_a_step_that_is_left_out_changes_nothing() -> None:
+def test_a_step_that_is_left_out_changes_nothing() -> None:
     live = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3)}
     buffers = Buffers(live)
     buffers.commit([group.committed + 1 for group in buffers.groups], {torch.device("cpu"): torch.tensor(True)})
     assert live["a"].tolist() == [1, 2]
     assert live["b"] == 3
+
+
+def test_flags_and_small_counts_go_up_and_down() -> None:
     live = {"seen": torch.tensor([True, False]), "small": torch.tensor([5, 250], dtype=torch.uint8)}
     buffers = Buffers(live)
     live["seen"].logical_not_()

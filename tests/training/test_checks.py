@@ -72,7 +72,7 @@ def test_what_ddp_says_of_parameters_without_a_gradient(group: None) -> None:
     explain(RuntimeError("something else"), model)
 
 
-def test_a_loss_that_is_a_vector_and_metrics_that_differ_are_refused() -> None:
+def test_a_loss_that_is_a_vector_would_have_been_its_sum() -> None:
     """The control: weighted and with a gradient of ones, as a step does it, autograd has nothing against it."""
     weight = torch.ones(3, requires_grad=True)
     part = weight * 2 * 0.5
@@ -82,6 +82,9 @@ def test_a_loss_that_is_a_vector_and_metrics_that_differ_are_refused() -> None:
         (weight * 2).backward()
     assert checked_loss((weight * 2).sum()).dim() == 0
     assert checked_loss((weight * 2)[:1]).shape == (1,), "as good as a scalar"
+
+
+def test_metrics_are_the_same_for_all_batches() -> None:
     rows = torch.zeros(2)
     check_metrics({"a": rows, "b": torch.zeros(2, 5, 5)}, 2, {})
     check_metrics({}, 2, {})
@@ -275,11 +278,13 @@ def test_a_sparse_embedding_is_refused_where_it_learns(make: Callable[..., nn.Mo
     assert checked_optimizers(optimizers, model) == optimizers
 
 
-def test_a_number_in_place_of_a_loss_is_blamed_on_it_and_it_calls_collectives_only_if_it_may() -> None:
+def test_a_number_in_place_of_a_loss_is_blamed_on_the_loss() -> None:
     for trains in (True, False):
         with pytest.raises(Ended, match=r"^loss\(\) returned a float: .*; leave out \.item\(\) or float\(\), which"):
             checked_losses((0.5, {"a": 1.0}), trains)
 
+
+def test_a_loss_calls_collectives_only_if_it_may() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return model(batch).sum() / dist.get_world_size()
 
@@ -355,11 +360,12 @@ def test_a_scheduler_is_seen_when_it_is_made(caplog: pytest.LogCaptureFixture) -
 def test_samples_that_make_no_batch(samples: list[Any], expected: str) -> None:
     with pytest.raises((TypeError, RuntimeError, KeyError)) as stock:
         default_collate(samples)
-    said = explain_samples(samples, stock.value)
-    assert said.startswith(f"the data set's samples cannot be collated: {expected}")
-    # the traceback of a loading process is taken off
-    text = f"Caught EndedByData in DataLoader process 0.\nOriginal:\n...\nevenkeel.common.errors.EndedByData: {said}\n"
-    assert str(EndedByData(text)) == str(EndedByData(said)) == said
+    assert explain_samples(samples, stock.value).startswith(f"the data set's samples cannot be collated: {expected}")
+
+
+def test_the_traceback_of_a_loading_process_is_taken_off() -> None:
+    text = "Caught EndedByData in DataLoader process 0.\nOriginal:\n  ...\nevenkeel.common.errors.EndedByData: why\n"
+    assert str(EndedByData(text)) == str(EndedByData("why")) == "why"
 
 
 @pytest.mark.parametrize(

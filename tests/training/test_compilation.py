@@ -40,7 +40,7 @@ def kept(code: CompiledCode) -> list[str]:
     return [name for name in zipfile.ZipFile(code.archive).namelist() if name.endswith(".so")]
 
 
-def test_what_is_kept_comes_back_on_another_node_and_only_in_its_folder(code: CompiledCode, tmp_path: Path) -> None:
+def test_what_is_kept_comes_back_on_another_node(code: CompiledCode) -> None:
     code.pack()
     assert code.archive.stat().st_mode & 0o777 == 0o600
     code.clear()
@@ -48,6 +48,9 @@ def test_what_is_kept_comes_back_on_another_node_and_only_in_its_folder(code: Co
     assert (code.folder / "ab" / "cab.main.so").read_bytes() == b"machine code"
     code.unpack(starts_over=True)
     assert not list(code.folder.iterdir()), "a run that begins takes nothing"
+
+
+def test_an_archive_writes_nothing_outside_its_folder(code: CompiledCode, tmp_path: Path) -> None:
     code.pack()
     before = {*tmp_path.rglob("*")}
     code.archive.write_bytes(zipped(["../../evil.so", f"{tmp_path}/evil.so", "ab/../../../evil.so"]))
@@ -120,7 +123,7 @@ def test_an_archive_that_cannot_be_read_is_compiled_anew(code: CompiledCode, con
     assert not list(code.folder.iterdir()), "nor a part of it"
 
 
-def test_a_library_being_linked_is_left_and_a_shared_folder_refused(code: CompiledCode, tmp_path: Path) -> None:
+def test_a_library_that_is_being_linked_is_left_for_the_next_time(code: CompiledCode) -> None:
     locks = code.folder / "locks"
     locks.mkdir()
     with (locks / "cab.lock").open("w") as held:
@@ -129,6 +132,9 @@ def test_a_library_being_linked_is_left_and_a_shared_folder_refused(code: Compil
     assert kept(code) == []
     code.pack()
     assert kept(code) == ["ab/cab.main.so"]
+
+
+def test_a_folder_where_others_may_write_is_refused(code: CompiledCode, tmp_path: Path) -> None:
     code.folder.parent.chmod(0o777)
     with pytest.raises(Refusal, match="others may write there"):
         CompiledCode(tmp_path / "run", {})

@@ -66,16 +66,22 @@ def test_settled_cuts(ranks: int, recorded: dict[str, Any], options: dict[str, A
     assert cut(ranks, recorded, **options) == expected
 
 
-def test_what_is_typed_and_the_largest_world_count_and_launchers_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_typed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LARGEST_WORLD, "8")
     assert cut(2, RECORDED, micro_batch=5) == (5, 0)
     assert cut(2, RECORDED, micro_batches=5) == (0, 5)
     assert cut(2, RECORDED, micro_batch="auto") == ("auto", 0)
     assert fact_of_the_job(Config(batch_size=64, micro_batch=5)).micro_batch == 5
     assert fact_of_the_job(Config(batch_size=5)).micro_batch == 1
+
+
+def test_the_largest_world_of_an_elastic_job_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LARGEST_WORLD, "8")
     assert [cut(ranks) for ranks in (2, 3, 4, 8, 16)] == [(0, 8), (0, 9), (0, 8), (0, 8), (0, 16)]
     assert cut(2, sync_batchnorm=True) == (0, 2), "its micro-batches need a rank each"
+
+
+def test_launchers_tell_the_largest_world(monkeypatch: pytest.MonkeyPatch) -> None:
     from evenkeel.common.network import Link
 
     monkeypatch.delenv(LARGEST_WORLD, raising=False)
@@ -84,13 +90,16 @@ def test_what_is_typed_and_the_largest_world_count_and_launchers_tell_it(monkeyp
         assert torchrun(topology, Link(""), TRAIN, []).env.get(LARGEST_WORLD) == expected
 
 
-def test_where_it_is_recorded_and_which_models_have_batchnorm(tmp_path: Path) -> None:
+def test_where_it_is_recorded(tmp_path: Path) -> None:
     assert recorded_options(tmp_path) == {} == recorded_options(None)
     (tmp_path / "config.toml").write_text("micro_batch = 12\nepochs = 3\n")
     assert recorded_options(tmp_path) == {"micro_batch": 12}, "of an older version, or without its status"
     status = {"micro_batch": 32, "micro_batches": 2, "threads": 4, "step": 5}
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert recorded_options(tmp_path) == {"micro_batch": 32, "micro_batches": 2, "threads": 4}
+
+
+def test_which_models_have_batchnorm() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert has_batchnorm(model)
     assert not has_batchnorm(model[0])
@@ -109,7 +118,7 @@ def test_which_step_has_a_single_sample(samples: int, batch: int, micro: int, ex
     assert single(Plan(samples, batch, micro, epochs=2)) == expected
 
 
-def test_steps_that_are_not_reached_and_common_statistics_and_the_refusal_names_sizes_that_do() -> None:
+def test_steps_that_are_not_reached_gpus_and_common_statistics() -> None:
     plan = Plan(97, 8, 4, epochs=2)
     assert single(Plan(97, 8, 4, epochs=2, max_steps=12)) is None
     assert single(Plan(96, 8, 8, epochs=1), gpus=4) is None
@@ -117,6 +126,9 @@ def test_steps_that_are_not_reached_and_common_statistics_and_the_refusal_names_
     assert single(Plan(93, 8, 8, epochs=1), gpus=4) == 11, "2, 2 and 1"
     assert single(Plan(101, 8, 4, epochs=2), together=True) is None, "five samples"
     assert single(plan, together=True) == 12
+
+
+def test_the_refusal_names_sizes_that_do() -> None:
     assert refusal(8, 4, 101) == (
         "--batch-size 8 --micro-batch 4: the last step of an epoch has 5 samples, of which a micro-batch gets only one,"
         " and the model's BatchNorm cannot train on one sample; --micro-batch 3 leaves no single sample"

@@ -113,7 +113,7 @@ def test_an_exception_and_a_copy_in_mid_step_have_the_buffers_of_the_last_step()
         assert torch.equal(copy[name], before[name]), name
 
 
-def test_dropout_depends_on_the_micro_batch_alone_and_turns_are_refused_where_one_would_be_left_behind() -> None:
+def test_dropout_depends_on_the_micro_batch_and_not_on_what_ran_before() -> None:
     plan = Plan(samples=26, global_batch=16, micro_batch=4, epochs=1)
 
     def gradient(disturb: int) -> Tensor:
@@ -123,6 +123,9 @@ def test_dropout_depends_on_the_micro_batch_alone_and_turns_are_refused_where_on
         return step_gradient(plan, 0, model)
 
     assert torch.equal(gradient(1), gradient(2))
+
+
+def test_networks_that_take_turns_are_refused_where_the_other_one_would_be_left_behind() -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 1), "other": nn.Linear(2, 1)})
     plan = Plan(samples=4, global_batch=4, micro_batch=4, epochs=1)
     with pytest.raises(Ended, match="--strategy dp, --shard and --sync-batchnorm are not for networks that take turns"):

@@ -74,16 +74,21 @@ def test_what_cannot_be_built_there(change: Callable[[Any], object], reason: str
     assert found.startswith(reason)
 
 
-def test_what_is_stored_for_the_next_call_or_its_optimizers_cannot_be_built_for() -> None:
+def test_what_is_stored_for_the_next_call_is_refused() -> None:
     before = [torch.ones(6, device="meta")]  # does not count
     with pytest.raises(Refusal, match=r"model\(\) of Changed stores a tensor of shape \[5\] outside of the model"):
         built(lambda it: KEPT.append(torch.ones(5)))
     KEPT.clear()
     assert isinstance(built(), nn.Module)
     assert before[0].is_meta
+
+
+def test_nor_what_its_optimizers_cannot_be_built_for() -> None:
     assert "meta tensors" in built(optimize=lambda it: it["first"].weight.norm().item())
     assert isinstance(built(optimize=lambda it: torch.optim.AdamW(it.parameters(), fused=True)), nn.Module)
 
+
+def test_a_cycle_that_is_yet_to_be_freed_is_no_reason() -> None:
     def change(_: Any) -> None:
         cycle: list[Any] = [torch.ones(2)]
         cycle.append(cycle)

@@ -91,13 +91,16 @@ def test_a_stop_leaves_the_state_of_the_step_before(optimizer: str) -> None:
     assert state.step == 2
 
 
-def test_the_control_an_optimizer_takes_the_poison_and_clip_scales_only_on_request() -> None:
+def test_the_control_an_optimizer_by_itself_takes_the_poison() -> None:
     for optimizer in (SGD, Adam, AdamW):
         model = nn.Linear(3, 3)
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, math.nan)
         optimizer(model.parameters(), lr=0.1).step()
         assert not model.weight.isfinite().any()
+
+
+def test_clip_gives_the_norm_and_scales_only_on_request() -> None:
     model = nn.Linear(1, 2, bias=False)
     model.weight.grad = torch.tensor([[3.0], [4.0]])
     assert clip_grad_norm(model.parameters(), 0.0) == 5

@@ -118,13 +118,15 @@ def test_the_message_names_the_phase_in_which_it_was_and_not_the_one_after(monke
     assert "it was in forward and backward of step 8;" in explained(error, CPU, config)
 
 
-def test_other_processes_and_memory_that_runs_out_early_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_on_the_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     told = f"GPU-aa, 71, 2048 MiB, /usr/bin/python3\nGPU-aa, {os.getpid()}, 10 MiB, mine\nGPU-bb, 9, 1 MiB, x\n\nodd\n"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=told))
     for uuid, expected in (("aa", " (process 71 python3: 2048 MiB)"), ("GPU-cc", "")):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, uuid=uuid: SimpleNamespace(uuid=uuid))
         assert _others(torch.device("cuda", 0)) == expected
 
+
+def test_memory_that_runs_out_before_the_training_is_told_as_well() -> None:
     @explaining
     def main() -> int:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")

@@ -107,7 +107,7 @@ def test_parts_are_means_over_the_global_batch_of_uneven_micro_batches() -> None
         assert naive != pytest.approx(right.mean().item(), abs=1e-4), "the control: a mean of means"
 
 
-def test_a_part_changes_no_bit_of_the_gradient_and_counts_by_samples_among_gpus() -> None:
+def test_a_part_changes_no_bit_of_the_gradient() -> None:
     class Without(Tops):
         def loss(self, model: nn.Module, batch: Any) -> Any:
             return super().loss(model, batch)[0]
@@ -119,7 +119,10 @@ def test_a_part_changes_no_bit_of_the_gradient_and_counts_by_samples_among_gpus(
         assert bool(trained(task, model, plan).parts) == (type(task) is Tops)
         found.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
-    # with copies on the CPU, as in test_data_parallel
+
+
+def test_among_the_gpus_of_one_process_parts_count_by_samples() -> None:
+    """With copies on the CPU, as in test_data_parallel."""
     task = Tops()
     model, batch = task.model(), task.train_dataset().__getitems__(list(range(10)))
     shares = [Share(Loss(model, task.loss))(part) for part in divide(batch, chunks(10, 4))]

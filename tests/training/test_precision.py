@@ -123,7 +123,7 @@ def test_an_overflow_is_left_out_and_halves_the_scale_and_some_good_steps_double
     assert training.scale == 2 * found
 
 
-def test_the_scale_follows_torchs_grad_scaler_and_tf32_is_chosen_for_gpus() -> None:
+def test_the_scale_follows_the_rule_of_torchs_grad_scaler() -> None:
     """Its own `step` and `update`, with an optimizer whose gradient overflows now and then."""
     dice, weight = random.Random(0), nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], 0.0)
@@ -137,6 +137,9 @@ def test_the_scale_follows_torchs_grad_scaler_and_tf32_is_chosen_for_gpus() -> N
         ours.update(torch.tensor(bad), torch.tensor(not bad))
         assert ours.scale.item() == theirs.get_scale()
     assert 0 < int(ours.overflows) == sum(flags)
+
+
+def test_tf32_is_chosen_for_gpus_and_said_to_be_float32_on_a_cpu() -> None:
     backends = torch.backends.cuda.matmul, torch.backends.cudnn
     try:
         for tf32 in (True, False):
@@ -161,7 +164,7 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_scale(factor: float) -> None:
     assert (skipping.state.step, skipping.state.skipped) == (3, 3)
 
 
-def test_the_scale_changes_no_gradient_and_a_model_that_overflows_at_the_least_is_not_left_out_for_ever() -> None:
+def test_a_model_that_overflows_at_the_least_scale_is_not_left_out_for_ever() -> None:
     training = Training("fp16", scale=4 * FLOOR)
     hooked: Any = training.state.model[0].weight  # type: ignore[index]
     hooked.register_hook(lambda gradient: gradient * torch.inf)
@@ -170,6 +173,9 @@ def test_the_scale_changes_no_gradient_and_a_model_that_overflows_at_the_least_i
     with pytest.raises(NonFinite):
         training.take(1)
     assert (training.scale, training.overflows) == (FLOOR, 2)
+
+
+def test_the_scale_itself_changes_no_gradient_that_is_no_rounding_error() -> None:
     norms = [Training("fp16", scale).take(1) for scale in (256.0, 1024.0)]
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-3, atol=0)
 

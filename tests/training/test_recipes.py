@@ -50,13 +50,15 @@ def test_the_gradient_of_a_parameter_that_no_optimizer_has_does_not_add_up() -> 
     assert torch.equal(*norms)
 
 
-def test_what_after_step_makes_of_the_weights_is_averaged_and_a_model_that_cannot_be_copied_has_none() -> None:
+def test_a_model_that_cannot_be_copied_has_no_average() -> None:
     model = nn.utils.weight_norm(nn.Linear(2, 2))
     with torch.enable_grad():
         model(torch.ones(1, 2))
     with pytest.raises(Refusal, match=r"^--ema: the model cannot be copied .*parametrizations\.weight_norm"):
         State(model, [build_optimizer(model.parameters(), Config())], ema=0.9)
 
+
+def test_what_after_step_makes_of_the_weights_is_averaged() -> None:
     class Clamped(TinyTask):
         def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
             for parameter in model.parameters():
@@ -142,11 +144,14 @@ def test_a_frozen_part_learns_nothing_and_its_statistics_stay(pattern: str) -> N
     assert model.training
 
 
-def test_parameters_alone_are_frozen_by_their_names_and_a_tied_weight_has_one_average() -> None:
+def test_parameters_alone_are_frozen_by_their_names() -> None:
     model = network()
     freeze(model, ["*.bias"])
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"0.0.bias", "0.1.bias", "1.bias"}
     assert all(module.training for module in model.modules())
+
+
+def test_a_tied_weight_has_one_average() -> None:
     model = nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
     model["other"].weight = model["one"].weight
     average = Average(model, 0.9, Buffers({}))
@@ -181,12 +186,15 @@ def test_with_patience_the_rhythm_of_evaluations_shapes_the_result_and_without_i
     assert differences({name: value for name, value in new.items() if name != "freeze"}, new) == []
 
 
-def test_a_smoke_run_takes_samples_from_everywhere_and_the_learning_rate_goes_in_steps() -> None:
+def test_a_smoke_run_takes_samples_from_everywhere() -> None:
     data = InMemory(torch.arange(100))
     few = limited(data, 10)
     assert [int(few[i][0]) for i in range(len(few))] == list(range(0, 100, 10))
     assert limited(data, 0) is limited(data, 100) is limited(data, 1000) is data
     assert isinstance(few, Limited)
+
+
+def test_the_learning_rate_in_steps() -> None:
     config = Config(schedule="step", warmup_steps=3)
     rates = [rate(config, step, 15) for step in range(15)]
     assert rates == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 4 + [0.1] * 4 + [0.01] * 4)
@@ -215,5 +223,8 @@ def test_when_a_run_is_over() -> None:
         assert not patient.over(step)
         assert not patient.owed(step)
     assert patient.over(10)
+
+
+def test_other_errors_pass_unchanged() -> None:
     with pytest.raises(RuntimeError, match="another"), operations_named():
         raise RuntimeError("another")

@@ -140,9 +140,12 @@ def test_the_bits_are_the_same(make: Callable[[], nn.Module], loss: Callable[[nn
     assert not different(*both(make, loss))
 
 
-def test_the_control_a_naive_checkpoint_moves_statistics_twice_and_compiled_ones_are_refused() -> None:
+def test_the_control_a_naive_checkpoint_moves_the_running_statistics_twice() -> None:
     found = different(*both(Deep, plainly, naive))
     assert {"blocks.0.norm.running_mean", "blocks.0.norm.num_batches_tracked", "blocks.0.linear.weight.grad"} <= found
+
+
+def test_compiled_networks_are_refused() -> None:
     model = mlp()
     model.compile()
     assert "compiler itself decides" in refusal_of(recompute, model, [model[0]])
@@ -192,7 +195,7 @@ def test_a_copy_recomputes_its_own_weights_and_can_stop() -> None:
     assert first[0][0].weight.grad is not None
 
 
-def test_blocks_are_what_is_repeated_and_has_parts_and_mfu_does_not_count_them_twice() -> None:
+def test_mfu_does_not_count_what_is_computed_again() -> None:
     class Mine(Classification):
         train_dataset = test_dataset = model = None  # type: ignore[assignment]
 
@@ -201,6 +204,9 @@ def test_blocks_are_what_is_repeated_and_has_parts_and_mfu_does_not_count_them_t
     before = flops_module.flops(Mine(), model, batch)
     ours(model)
     assert flops_module.flops(Mine(), model, batch) == before
+
+
+def test_blocks_are_what_is_repeated_and_has_parts() -> None:
     assert len(repeated_blocks(mlp())) == 12
     assert len(repeated_blocks(Deep())) == 4
     assert not repeated_blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)))

@@ -129,13 +129,15 @@ def test_what_a_resume_could_not_repeat_ends_the_run_in_a_line(make: Any, line: 
     assert line_of(EndedHere, data_of, Made(make)).startswith(line)
 
 
-def test_a_random_split_is_the_same_there_and_a_task_state_that_it_changes_ends_the_run() -> None:
+def test_a_task_state_that_it_changes_ends_the_run() -> None:
     class Changing(Refreshed):
         def refresh(self, model: nn.Module, epoch: int) -> Any:
             self.past = [5.0]
 
     assert "the state of Changing has changed outside after_step" in line_of(EndedHere, data_of, Changing())
 
+
+def test_a_random_split_is_the_same_there() -> None:
     class Split(Made):
         def train_dataset(self) -> Any:
             return random_split(super().train_dataset(), [0.5, 0.5])[0]
@@ -163,12 +165,14 @@ def test_it_has_the_part_and_the_order_of_the_training_data() -> None:
     assert labels(hard) == [7] * 20
 
 
-def test_it_is_called_every_so_many_epochs_and_what_cannot_be_refreshed_is_refused() -> None:
+def test_it_is_called_every_so_many_epochs() -> None:
     for task, epochs in ((Refreshed(), [0, 1, 2, 3]), (Every2(), [0, 2])):
         refresh = Refresh.of(task, task.model(), Config(), ALONE)
         assert [epoch for epoch in range(4) if refresh.due(epoch)] == epochs
     assert Refresh.of(Plain(), Plain().model(), Config(), ALONE) is None
 
+
+def test_what_cannot_be_refreshed_is_refused() -> None:
     class Streamed(Made):
         def train_dataset(self) -> Any:
             return Streams(lambda k, turn: range(100), 2)

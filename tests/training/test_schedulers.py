@@ -149,13 +149,16 @@ def test_a_step_that_is_left_out_steps_no_scheduler(kind: str) -> None:
     assert last_rate(state) == expected[3]
 
 
-def test_an_overflow_steps_no_scheduler_and_one_that_is_stepped_by_evaluations_says_so() -> None:
+def test_an_overflow_of_float16_steps_no_scheduler() -> None:
     """It is no failure, so it is left out without --on-nonfinite skip too."""
     scaler, expected = Scaler(torch.device("cpu"), 2.0**16), bare("onecycle")[0]
     state = new_state("onecycle", skip=False, scaler=scaler)
     for bad in (True, False, True, False):
         take(state, bad)
     assert (state.step, last_rate(state)) == (4, expected[2])
+
+
+def test_one_that_is_stepped_by_evaluations_says_so() -> None:
     optimizer = AdamW(nn.Linear(1, 1).parameters(), lr=1.0)
     made = checked_schedulers([(torchs.StepLR(optimizer, 1, 0.5), "evaluation")], [optimizer], Config(), 9, None, False)
     schedulers = Schedulers(made, None, 9, every=3)
@@ -220,7 +223,7 @@ def test_what_cannot_be_stepped_or_saved_is_refused_by_name() -> None:
     assert refused(lambda it: torchs.StepLR(it, 3), config=Config(warmup_steps=2)).startswith("--warmup-steps 2: ")
 
 
-def test_other_schedulers_than_those_of_the_checkpoint_and_a_missing_metric_end_the_run() -> None:
+def test_other_schedulers_than_those_of_the_checkpoint_end_the_run() -> None:
     without = State(nn.Linear(3, 2), [])
     with pytest.raises(Ended, match="the task has schedulers and the checkpoint has none"):
         new_state("step").restore({**without.capture(), "optimizers": new_state("step").capture()["optimizers"]})
@@ -228,6 +231,9 @@ def test_other_schedulers_than_those_of_the_checkpoint_and_a_missing_metric_end_
         new_state("cosine").restore(new_state("step").capture())
     with pytest.raises(Ended, match="the checkpoint has schedulers and the task has none"):
         State(nn.Linear(3, 2), [optimizer_of(nn.Linear(3, 2))]).restore(new_state("step").capture())
+
+
+def test_an_evaluation_without_the_metric_ends_the_run() -> None:
     with pytest.raises(Ended, match="needs the metric 'loss', and the evaluation has only accuracy"):
         new_state("plateau").schedulers.check({"accuracy": 1.0})
 

@@ -49,11 +49,14 @@ def test_names_of_sets_that_are_refused(name: Any) -> None:
 
     with pytest.raises(Refusal, match="test_dataset\\(\\) returned a set named"):
         evaluation_sets(Named(), Config())
+
+
+def test_a_second_validation_set_is_refused() -> None:
     with pytest.raises(Refusal, match="--validation 0\\.1: the task has its own validation set; leave it out"):
         evaluation_sets(Validated(), Config(validation=0.1))
 
 
-def test_sets_that_are_empty_or_no_data_are_refused_and_a_dict_by_number_is_one() -> None:
+def test_sets_that_are_empty_or_no_data_are_refused_by_name() -> None:
     class Empty(Validated):
         def test_dataset(self) -> Any:
             return {"clean": samples(3, 0), "none": []}
@@ -64,6 +67,8 @@ def test_sets_that_are_empty_or_no_data_are_refused_and_a_dict_by_number_is_one(
     with pytest.raises(Refusal, match="validation_dataset\\(\\) returned"):
         evaluation_sets(Empty(), Config())
 
+
+def test_a_dict_by_number_is_a_data_set_as_it_was() -> None:
     class Numbered(Validated):
         validate = False
 
@@ -102,8 +107,11 @@ def test_a_length_that_is_none_is_refused_in_a_line(length: Any, why: str, metho
 def test_a_file_that_a_task_does_not_find_is_a_line_with_its_place(reads: Any, why: str, method: str) -> None:
     assert refusal_of(method, reads).startswith(f"{method}(): {why} at ")
     assert f"{__file__}:" in refusal_of(method, reads) or "<string>" in refusal_of(method, reads)
-    with pytest.raises(KeyError):  # a mistake keeps its traceback
-        refusal_of(method, lambda: {}["data"])
+
+
+def test_a_mistake_in_a_task_keeps_its_traceback() -> None:
+    with pytest.raises(KeyError):
+        refusal_of("train_dataset", lambda: {}["data"])
 
 
 def refusal_of(method: str, makes: Any) -> str:

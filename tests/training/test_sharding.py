@@ -85,9 +85,12 @@ def test_a_model(change: Callable[[Any], object], line: str) -> None:
     assert refused(Usual(), change).startswith(line)
 
 
-def test_an_optimizer_and_an_ordinary_model_is_not_refused() -> None:
+def test_an_optimizer() -> None:
     assert refused(Usual(), optimizer=torch.optim.Adamax).startswith("an Adamax is not known to compute each element")
     rate = "the learning rate of an AdamW is a tensor; make it a number"
     assert refused(Usual(), optimizer=lambda it, lr: torch.optim.AdamW(it, lr=torch.tensor(lr))) == rate
+
+
+def test_an_ordinary_model_is_not_refused() -> None:
     model = Usual().model()
     refuse_unshardable(Usual(), model, [torch.optim.SGD(model.parameters(), lr=0.1)])

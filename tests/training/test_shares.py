@@ -61,10 +61,13 @@ def test_they_follow_the_speed_once_and_noise_moves_nothing(ratio: float) -> Non
     assert it.counts == (4, 4) or ratio < 1.5, "a rank that recovers gets its share back"
 
 
-def test_typed_shares_hold_and_noise_moves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_control_without_hysteresis_noise_moves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "GAIN", 1.0)
     monkeypatch.setattr(shares, "TIMES", 1)
     assert changes(divided("auto"), [1.0, 2.0], 2000, 0.05, random.Random(0)) > 10
+
+
+def test_typed_shares_hold_and_what_cannot_be_divided_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert divided("3:1").counts == (6, 2)
         assert divided("equal", micro_batches=2).counts == (1, 1)

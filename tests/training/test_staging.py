@@ -67,12 +67,15 @@ def tensors(branch: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors(part)]
 
 
-def test_a_copy_is_bit_for_bit_and_the_control_memory_that_nobody_keeps_is_overwritten(tmp_path: Path) -> None:
+def test_a_copy_is_bit_for_bit_what_was_there_and_shares_no_memory_with_it() -> None:
     staging, live = Staging(CPU), tree()
     copied = copy(staging, live)
     assert same(copied, live)
     assert not {t.data_ptr() for t in tensors(copied) if t.numel()} & {t.data_ptr() for t in tensors(live)}
     assert not any(t.requires_grad for t in tensors(copied))
+
+
+def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2, best_by=("accuracy", "max"))
     staging, writer = Staging(CPU), ThreadPoolExecutor()
     captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
@@ -138,7 +141,7 @@ def test_a_capture_while_the_loss_computes_with_other_weights_has_the_model_s_ow
     assert not control.any()
 
 
-def test_a_state_whose_optimizer_has_failed_half_way_is_torn_and_a_commit_that_hangs_is_waited_for() -> None:
+def test_a_state_whose_optimizer_has_failed_half_way_is_torn() -> None:
     model = nn.Linear(3, 3)
     state = State(model, [Diverging(model.parameters(), lr=1.0)])
     whole = state.capture()
@@ -148,6 +151,9 @@ def test_a_state_whose_optimizer_has_failed_half_way_is_torn_and_a_commit_that_h
         state.capture()
     state.restore(whole)
     assert same(state.capture(), whole)
+
+
+def test_a_commit_that_hangs_is_waited_for_with_patience() -> None:
     state = State(nn.Linear(3, 3), [])
     with state._seqlock.change(1), pytest.raises(Torn, match="still in progress"):
         state.capture(time.monotonic() + 0.1)

@@ -156,11 +156,14 @@ class Fractions(Metric):
         return self.half
 
 
-def test_a_state_that_begins_with_another_number_than_zero_has_it_once_and_the_example() -> None:
+def test_a_state_that_begins_with_another_number_than_zero_has_it_once() -> None:
     own = SumMetrics(own=Fractions(torch.tensor(100.0)))
     assert own.computed({"own.half": own.of(torch.ones(4))["own.half"].mean(0)}, 8) == {"own": torch.tensor(104.0)}
     with pytest.raises(EndedHere, match=r"^own: adds fractions to its integer state 'half': initialise that to 0.0$"):
         SumMetrics(own=Fractions(torch.tensor(0))).of(torch.ones(3))
+
+
+def test_the_example() -> None:
     names = {"torch": torch, "MeanSquaredError": MeanSquaredError}
     results = doctest.testmod(sum_metrics, extraglobs=names)
     assert results.attempted

@@ -45,7 +45,7 @@ def plain(task: Turns, steps: int) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def test_turns_and_penalty_have_the_weights_of_a_plain_loop_and_compiled_ones_say_why_not() -> None:
+def test_turns_and_penalty_have_the_weights_of_a_plain_loop() -> None:
     task = Turns()
     torch.manual_seed(1)
     model = task.model()
@@ -63,6 +63,9 @@ def test_turns_and_penalty_have_the_weights_of_a_plain_loop_and_compiled_ones_sa
     for one, other in zip(model.parameters(), plain(task, 8).parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert list(learner.parts) == ["d_loss", "penalty"]
+
+
+def test_compiled_networks_have_no_double_backward_and_a_line_says_so() -> None:
     error = RuntimeError("torch.compile with aot_autograd does not currently support double backward")
     with pytest.raises(EndedHere, match="--compile: the loss takes the gradient of a gradient"):
         explain(error, nn.Linear(1, 1))

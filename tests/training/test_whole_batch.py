@@ -207,7 +207,7 @@ class Token:
         Counted.alive -= 1
 
 
-def test_one_micro_batch_has_a_graph_at_a_time_and_the_second_pass_its_batch_as_loaded() -> None:
+def test_one_micro_batch_has_a_graph_at_a_time_and_in_the_control_all_have() -> None:
     def embed(model: nn.Module, batch: Any) -> Tensor:
         return model(Counted.apply(model[0](batch[0])) @ torch.ones(16, 6))
 
@@ -216,6 +216,8 @@ def test_one_micro_batch_has_a_graph_at_a_time_and_the_second_pass_its_batch_as_
         way(network(), embed, whitening)
         assert Counted.most == expected
 
+
+def test_the_second_pass_gets_the_batch_as_it_was_loaded() -> None:
     def embed(model: nn.Module, batch: Any) -> Tensor:
         found = model(batch[0].clone())
         batch[0].zero_()
@@ -242,10 +244,13 @@ def test_the_loss_scale_of_float16_goes_through_the_second_pass(scale: float) ->
     assert float(learner.state.scaler.overflows) == (scale != 1024)
 
 
-def test_a_loss_that_is_not_finite_makes_the_norm_so_and_other_rows_in_a_later_step_are_refused() -> None:
+def test_a_loss_that_is_not_finite_makes_the_norm_so() -> None:
     learner = taken(network(), lambda m, batch: m(batch[0]), lambda z: z.sum() * 0 + float("inf"))
     assert not clip_grad_norm(learner.state.parameters, 0.0).isfinite()
-    # only the first is compared between ranks
+
+
+def test_other_rows_in_a_later_step_are_refused() -> None:
+    """Only the first is compared between ranks."""
     learner = taken(network(), lambda m, b: first(m, b)[:, : int(b[0].sum() > 100) + 2], whitening)
     bad = [[torch.full((m.size, 6), 99.0), LABELS[: m.size]] for m in PLAN.micro_batches(1)]
     with pytest.raises(EndedHere, match=r"rows of \[2\] float32 for one batch and of \[3\] float32 for another"):
@@ -331,7 +336,7 @@ def task(name: str, *methods: str, base: type = Task) -> Any:
 WHOLE, MEAN = task("Whole", "embed", "batch_loss"), task("Mean", "loss")
 
 
-def test_a_task_has_a_loss_or_embeddings_and_their_loss_and_some_options_not() -> None:
+def test_a_task_has_a_loss_or_embeddings_and_their_loss() -> None:
     assert of_whole_batches(WHOLE)
     assert not of_whole_batches(MEAN)
     both = "define either loss(), or embed() and batch_loss()"
@@ -343,6 +348,9 @@ def test_a_task_has_a_loss_or_embeddings_and_their_loss_and_some_options_not() -
         (task("OfALabel", "embed", base=Classification), f"OfALabel defines loss() and embed(): {both}"),
     ):
         assert refusal_of(of_whole_batches, odd).startswith(expected)
+
+
+def test_what_such_a_task_cannot_have_is_refused() -> None:
     refuse_unfit(WHOLE, Config())
     refuse_unfit(MEAN, Config(strategy="dp", micro_batch="auto"))
     for config, expected in (
