@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,23 +65,35 @@ def component(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_imports_go_down_only_in_no_circle_and_the_control(tmp_path: Path) -> None:
+@cache
+def graph() -> dict[str, set[str]]:
+    """Module -> the modules of Evenkeel that it imports."""
     known = modules()
-    found = {name: imports(name, path, known) for name, path in known.items()}
-    left = {name: others for name, others in found.items() if name}  # what is exported is imported when it is asked for
-    while ready := [name for name, others in left.items() if not others & left.keys()]:
-        for name in ready:
-            del left[name]
-    assert not left, "these wait for each other"
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def test_imports_go_down_only() -> None:
     upward = [
         f"{name} imports {other}"
-        for name, others in found.items()
+        for name, others in graph().items()
         if component(name) in COMPONENTS
         for other in others
         if COMPONENTS.index(component(other)) > COMPONENTS.index(component(name))
     ]
     assert not upward
-    assert {component(name) for name in known} - {"", "__main__", "testing"} == set(COMPONENTS), "testing is above all"
+    known = {component(name) for name in graph()}
+    assert known - {"", "__main__", "testing"} == set(COMPONENTS), "testing is above all"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    left = {name: others for name, others in graph().items() if name}  # what is exported is imported when asked for
+    while ready := [name for name, others in left.items() if not others & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert not left, "these wait for each other"
+
+
+def test_the_control_a_circle_and_an_upward_import_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def f():\n    from ..run import b\n")
     known = {"data.a": tmp_path / "a.py", "run.b": tmp_path / "b.py"}
     assert imports("data.a", tmp_path / "a.py", known) == {"run.b"}
@@ -106,9 +119,12 @@ def too_large(text: str) -> list[str]:
     return found
 
 
-def test_files_functions_and_classes_keep_within_their_limits_and_the_control_what_is_too_large() -> None:
+def test_files_functions_and_classes_keep_within_their_limits() -> None:
     found = {str(path.relative_to(PACKAGE)): too_large(path.read_text()) for path in PACKAGE.rglob("*.py")}
     assert not {name: what for name, what in found.items() if what}
+
+
+def test_the_control_what_is_too_large_is_found() -> None:
     methods = "".join(f"    def m{i}(self): ...\n" for i in range(16))
     function = "def f():\n" + "    pass\n" * 50
     assert too_large(f"class C:\n{methods}{function}") == ["C: 16 public methods", "f: 51 lines"]
@@ -124,15 +140,17 @@ def reading_path(text: str) -> list[tuple[Path, int, int]]:
     return [(ROOT / file, int(said), len((ROOT / file).read_text().splitlines())) for file, said in rows]
 
 
-def test_the_reading_path_is_short_and_every_room_says_what_is_in_it() -> None:
+def test_the_reading_path_is_short_and_its_files_are_there() -> None:
     path = reading_path((ROOT / "docs" / "design.md").read_text())
     assert len({file for file, *_ in path}) == len(path) > 30
     assert sum(lines for *_, lines in path) <= MOST_LINES_TO_READ
     assert not [(file.name, said, lines) for file, said, lines in path if abs(said - lines) > 20], "docs/design.md"
-    known = modules()
     order = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file, *_ in path[1:]]
-    later = {name for at, name in enumerate(order) if imports(name, known[name], known) & set(order[at:])}
+    later = {name for at, name in enumerate(order) if graph()[name] & set(order[at:])}
     assert later == {"run.run", "distributed.world"}, "above what it imports, and docs/design.md names only 2 and 9"
+
+
+def test_every_room_says_what_is_in_it() -> None:
     for folder in {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}:
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         missing = [path.stem for path in folder.glob("*.py") if path.stem != "__init__" and path.stem not in text]

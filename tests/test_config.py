@@ -32,11 +32,14 @@ def refusal(options: Config, **sizes: int) -> str:
     return refusal_of(validate, options, **sizes)
 
 
-def test_defaults_that_depend_on_other_options_and_text_will_do_for_a_path() -> None:
+def test_defaults_that_depend_on_other_options() -> None:
     assert config().run_dir == Path("runs/classify")
     assert config(task="my/job.py:MyTask").run_dir == Path("runs/MyTask")
     assert config(task="package.module:MyTask").run_dir == Path("runs/MyTask")
     assert config(run_dir=Path("elsewhere")).run_dir == Path("elsewhere")
+
+
+def test_text_will_do_for_a_path() -> None:
     made = Config(run_dir="runs/api", config="my.toml", init_from="weights.pt")  # type: ignore[arg-type]
     assert (made.run_dir, made.config, made.init_from) == (Path("runs/api"), Path("my.toml"), Path("weights.pt"))
     assert Config().run_dir is None
@@ -111,13 +114,16 @@ def test_a_batch_above_the_data_set() -> None:
     assert refusal(config(), samples=0) == "--task classify: its training data is empty (train_dataset() has length 0)"
 
 
-def test_the_saved_options_are_those_about_the_run_and_those_of_a_task_shape_the_result() -> None:
+def test_the_saved_options_are_those_about_the_run_and_fit_into_toml() -> None:
     of_task = {"sizes": (1, 2), "roots": [Path("x")], "none": None}
     saved = saved_options(config(init_from=Path("a/model.pt"), momentum=0.5), of_task)
     assert set(saved) == {f.name for f in fields(Config)} - UNSAVED | {"sizes", "roots"}
     assert saved["init_from"] == "a/model.pt"
     assert (saved["sizes"], saved["roots"]) == ([1, 2], ["x"])
     assert tomllib.loads(tomli_w.dumps(saved)) == saved, "or a run could not be told from another one"
+
+
+def test_the_options_of_a_task_shape_the_result_but_for_those_that_it_names() -> None:
     old = saved_options(config(), {"width": 32, "gone": 1, "cache": "a"})
     new = saved_options(config(), {"width": 64, "new": 2, "cache": "b"})
     different = [("width", 32, 64), ("new", None, 2), ("gone", 1, None)]
@@ -161,11 +167,14 @@ def test_which_options_are_harmless() -> None:
     assert {"batch_size", "seed", "task", "lr", "optimizer", "init_from", "init_partial"} <= SHAPING
 
 
-def test_a_newer_option_had_its_default_and_another_schedule_does_not_make_the_length_free() -> None:
+def test_an_option_that_is_newer_than_the_run_had_its_default() -> None:
     new = saved_options(config(), {})
     old = {name: value for name, value in new.items() if name != "init_partial"}
     assert differences(old, new) == []
     assert differences(old, new | {"init_partial": True}) == [("init_partial", False, True)]
+
+
+def test_another_schedule_does_not_make_the_length_free() -> None:
     old, new = config(schedule="cosine", epochs=1), config(schedule="constant", epochs=5)
     assert [name for name, *_ in differences(saved_options(old, {}), saved_options(new, {}))] == ["schedule"]
 

@@ -51,14 +51,20 @@ def test_nothing_that_is_left_imports_or_names_what_goes(without: list[str], mad
     assert control, "as it was"
 
 
-def test_each_component_can_be_the_only_one_that_goes_in_any_order(made: Any, files: dict[str, str]) -> None:
+def test_each_component_can_be_the_only_one_that_goes(made: Any, files: dict[str, str]) -> None:
     """Several at once may hide that one of them needs another."""
     for name in components():
         gone, left = taken_out(made, files, [name])
         assert dangling(left, made.tracked() - gone, gone) == [], name
+
+
+def test_the_index_of_the_documentation_lists_what_is_left(made: Any, files: dict[str, str]) -> None:
     left = taken_out(made, files, ["slurm", "chaos"])[1]["docs/index.md"].splitlines()
     missing = [line for line in files["docs/index.md"].splitlines() if line not in left]
     assert [line.partition("]")[0] for line in missing] == ["- [Slurm", "- [Chaos"]
+
+
+def test_the_order_of_components_does_not_matter(made: Any, files: dict[str, str]) -> None:
     names = some_components(1)[-1]
     assert taken_out(made, files, names) == taken_out(made, files, names[::-1])
 

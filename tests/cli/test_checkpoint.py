@@ -59,10 +59,13 @@ def test_list(run_dir: Path, part: str) -> None:
     assert contents_of(run_dir) == before, "it only looks"
 
 
-def test_list_of_one_and_of_those_kept_for_ever_and_of_old_ones_and_of_broken_ones(run_dir: Path) -> None:
+def test_list_says_which_are_kept_for_ever(run_dir: Path) -> None:
     Checkpoints(run_dir / "checkpoints", keep=9, best_by=BEST, keep_every=50).save(state(250), {})
     _, *lines = checkpoint("list", run_dir).stdout.splitlines()
     assert [line.split()[0] for line in lines if "(each 50)" in line] == ["250"], "200 was saved without the option"
+
+
+def test_list_of_one_and_of_old_ones_and_of_broken_ones(run_dir: Path) -> None:
     folder = run_dir / "checkpoints"
     assert "(best)" in checkpoint("list", folder / "step-00000010").stdout.splitlines()[1]
     edit_manifest(folder / "step-00000210", as_it_was_before_kinds)

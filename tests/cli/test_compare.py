@@ -36,7 +36,7 @@ def record(kind: str, step: int, **digests: str) -> dict[str, Any]:
     return {"kind": kind, "step": step, "time": 0.0, "digests": digests}
 
 
-def test_the_first_difference_is_named_and_the_last_attempt_that_did_a_step_counts() -> None:
+def test_the_first_difference_is_named_with_the_step_before() -> None:
     a = {step: {"w": "0", "b": "0"} for step in (1, 2, 3, 4)}
     later = {**a, 3: {"w": "1", "b": "0"}, 4: {"w": "1", "b": "1"}}
     equal, text = compare_digests(a, later)
@@ -49,6 +49,9 @@ def test_the_first_difference_is_named_and_the_last_attempt_that_did_a_step_coun
     assert other_model[2:] == ["  v (only in the first)", "  w (only in the second)"]
     many = {1: {str(i): "1" for i in range(20)}}, {1: {str(i): "2" for i in range(20)}}
     assert compare_digests(*many)[1].splitlines()[-1] == "  and 8 more"
+
+
+def test_the_last_attempt_that_did_a_step_counts() -> None:
     first = [record("start", 0), record("digest", 1, w="a"), record("train", 1), record("digest", 2, w="lost")]
     again = [record("start", 1), record("digest", 2, w="b")]
     assert last_digests(first + again) == {1: {"w": "a"}, 2: {"w": "b"}}

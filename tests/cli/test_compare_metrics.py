@@ -37,7 +37,7 @@ def three(folder: Path) -> list[Path]:
     return [first, second, third]
 
 
-def test_a_line_for_each_metric_and_in_json_an_item_for_each_run(tmp_path: Path) -> None:
+def test_a_line_for_each_metric_with_differences_from_the_first(tmp_path: Path) -> None:
     runs = three(tmp_path)
     lines = compare("--metrics", *runs, expect=0)
     assert [line.split() for line in lines[:-1]] == [
@@ -53,6 +53,10 @@ def test_a_line_for_each_metric_and_in_json_an_item_for_each_run(tmp_path: Path)
     ]
     assert lines[-1] == "best: at the step with the highest test/accuracy"
     assert compare(*runs[:2], "--metrics", expect=0)[1].split() == ["step", "last", "20", "10"]
+
+
+def test_json_has_an_item_for_each_run(tmp_path: Path) -> None:
+    runs = three(tmp_path)
     found = json.loads("\n".join(compare("--metrics", "--json", *runs, expect=0)))
     assert found == as_json(runs)
     assert found["best_by"] == ["highest test/accuracy", "highest test/accuracy", None]

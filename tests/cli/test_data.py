@@ -30,7 +30,7 @@ def test_index_and_verify(tmp_path: Path) -> None:
     ("words", "line"),
     [("index", "has no shards"), ("index/none", "No such file or directory"), ("verify", "has no shards")],
 )
-def test_bad_folders_refused(tmp_path: Path, words: str, line: str) -> None:
+def test_bad_folders_are_refused_in_a_line(tmp_path: Path, words: str, line: str) -> None:
     action, *below = words.split("/")
     code, _, err = typed("data", action, folder := tmp_path.joinpath(*below))
     assert (code, err.count("\n")) == (2, 1)

@@ -63,12 +63,15 @@ def test_a_model_with_save_pretrained_is_a_folder(runs: Path, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["--as", "--format", "folder"]
 
 
-def test_without_save_pretrained_space_or_one_network_nothing_is_left(runs: Path, tmp_path: Path) -> None:
+def test_without_save_pretrained_or_space_nothing_is_left(runs: Path, tmp_path: Path) -> None:
     line = refusal(own(runs, "Keywords"), "--as", "transformers", "-o", tmp_path / "folder")
     assert line.startswith("--as transformers: the task's model, Words, has no save_pretrained(folder); use another")
     line = refusal(own(runs, "FullDisk"), "--as", "transformers", "-o", tmp_path / "folder", code=1)
     assert line == f"{tmp_path / 'folder'}: cannot be written: No space left on device"
     assert not list(tmp_path.iterdir())
+
+
+def test_networks_that_are_called_apart_are_refused(runs: Path) -> None:
     run_dir = own(runs, "Parts")
     config, task, model = export.built(run_dir, model_of(run_dir), [])
     with pytest.raises(Exception, match=r"metrics\(\) of the task calls parts of the model \(a, b\) and not the model"):

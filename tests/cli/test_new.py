@@ -174,11 +174,14 @@ def test_where_the_package_comes_from(source: str) -> None:
     (requirement,) = project["dependencies"]
     assert requirement == (source if source.startswith("evenkeel") else f"evenkeel @ {source}")
     assert not any("evenkeel" in it for it in project["optional-dependencies"]["dev"]), "by name, from an index"
-    # pip 23.2, which Python 3.11.7 brings, ends with a traceback at git+file:///
-    found = source_of("git+file:///srv/evenkeel@v0.1.0", Path())
-    assert found.requirement == "evenkeel @ git+file://localhost/srv/evenkeel@v0.1.0"
     if "docker" in HERE:
         assert ("install -y --no-install-recommends git" in texts["docker/Dockerfile"]) == source.startswith("git")
+
+
+def test_a_git_address_without_a_host_gets_one() -> None:
+    """pip 23.2, which Python 3.11.7 brings, ends with a traceback at git+file:///."""
+    found = source_of("git+file:///srv/evenkeel@v0.1.0", Path())
+    assert found.requirement == "evenkeel @ git+file://localhost/srv/evenkeel@v0.1.0"
 
 
 def test_a_wheel_is_copied(tmp_path: Path) -> None:
@@ -215,10 +218,13 @@ def test_the_default_is_where_this_came_from(record: str, monkeypatch: pytest.Mo
         assert "no record of a wheel, a checkout or git; name one: --from, the path of" in refusal_of(own_source)
 
 
-def test_the_lines_of_its_readme_restart_ranks_and_every_template_is_used() -> None:
+def test_the_lines_of_its_readme_restart_ranks_and_do_not_refuse_each_other() -> None:
     lines = [line for line in render(answers())["README.md"].splitlines() if line.startswith(("torchrun ", "launch/"))]
     assert all("--max-restarts=3" in line for line in lines if line.startswith("torchrun "))
     assert len(lines) == len({re.findall("--run-dir (\\S+)", line)[0] for line in lines}) + 1, "two lines are one job"
+
+
+def test_every_template_is_used() -> None:
     used = {project._template(path, task) for path in project.FILES for task in TASKS}
     assert {path for path in project.TEMPLATES.iterdir() if path.exists()} == {path for path in used if path.exists()}
 
@@ -267,8 +273,7 @@ def test_nothing_has_changed(folder: Path) -> None:
 
 
 @needs.tools("git")
-def test_a_newer_version(folder: Path) -> None:
-    """It changes a file, and adds one."""
+def test_a_newer_version_changes_a_file_and_adds_one(folder: Path) -> None:
     newer, tests = render(answers()), "tests/test_task.py"
     as_an_older_version_wrote(folder, "train.py", newer["train.py"].replace("clip_norm", "clip"))
     as_an_older_version_wrote(folder, tests, newer[tests].replace("the task", "a task", 1))

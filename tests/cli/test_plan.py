@@ -21,15 +21,16 @@ def test_the_plan_of_a_stream_has_no_epochs(tmp_path: Path, capsys: pytest.Captu
     assert others == ["every step, 12 samples:", "  rank 0: 8 samples as 4 + 4", "  rank 1: 4 samples"]
 
 
-def test_the_plan_has_typed_shares_and_tells_of_a_second_pass(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_has_the_shares_that_are_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = f"{ROOT / 'tests' / 'support' / 'everything_task.py'}:Everything"
     options = ["--batch-size", "12", "--micro-batch", "3", "--shares", "3:1", "--run-dir", str(tmp_path / "run")]
     assert PlanCommand(world_size=2)(["--task", task, *options]) == 0
     full = capsys.readouterr().out.splitlines()[2:5]
     assert full == ["every full step, 12 samples:", "  rank 0: 9 samples as 3 + 3 + 3", "  rank 1: 3 samples"]
-    # and of a loss that is a mean over micro-batches it does not
+
+
+def test_the_plan_tells_of_a_second_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And of a loss that is a mean over micro-batches it does not."""
     task = f"{ROOT / 'tests' / 'support' / 'whole_batch_task.py'}"
     for name, told in (("Contrast", True), ("Gathered", False)):
         assert PlanCommand()(["--task", f"{task}:{name}", "--run-dir", str(tmp_path / "run")]) == 0

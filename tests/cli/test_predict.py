@@ -40,10 +40,13 @@ def test_what_is_refused(run_dir: Path, options: dict[str, Any], said: str) -> N
         PredictCommand(**given)._check()
 
 
-def test_the_columns_and_parquet_needs_pyarrow(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(Refusal, match=r"needs pyarrow; pip install pyarrow"):
         PredictCommand(run_dir, run_dir.parent / "o.parquet", set="test")._check()
+
+
+def test_the_columns() -> None:
     rows = {
         "prediction": torch.tensor([[1, 0], [0, 1]]),
         "confidence": torch.tensor([[0.75, 0.25], [0.5, 0.5]]),

@@ -32,7 +32,7 @@ def test_a_law_is_found_again_in_what_follows_it() -> None:
     assert predicted(faster, weak=False)[1:3] == (4, 0), "more than ideal: no less than nothing is serial"
 
 
-def test_efficiency_and_losses_are_the_whole_step_and_of_rounds_the_middle_counts() -> None:
+def test_efficiency_and_losses_are_the_whole_step() -> None:
     # 0.064 s a step; on two ranks 0.040 instead of 0.032: 8 ms are lost, of them 2 in communication, 1 in data
     rows = table({1: (64, Sample(1000, 0.002)), 2: (64, Sample(1600, 0.002, 0.002, 0.001))}, weak=False)
     assert rows[0].efficiency == 1
@@ -42,6 +42,9 @@ def test_efficiency_and_losses_are_the_whole_step_and_of_rounds_the_middle_count
     assert rows[1].efficiency + sum(rows[1].lost.values()) == pytest.approx(1)
     (_, more) = table({1: (64, Sample(1000)), 2: (64, Sample(1600, 0.02, 0.02))}, weak=False)
     assert more.lost == pytest.approx({"data": 0.1, "communication": 0.1, "imbalance": 0, "other": 0}, abs=1e-9)
+
+
+def test_of_rounds_the_middle_counts() -> None:
     assert middle([Sample(1, 9), Sample(100, 0), Sample(2, 1)]) == Sample(2, 1)
 
 
@@ -79,11 +82,13 @@ def test_what_cannot_be_measured_is_refused(options: dict[str, Any], words: list
         ScalingCommand(**({"gpus": "1,2"} | options))(words)
 
 
-def test_the_plot_is_written_or_refused_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-        said = refusal_of(ScalingCommand("1,2", output=tmp_path / "plot.svg"), [])
+def test_without_matplotlib_a_plot_is_refused_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    said = refusal_of(ScalingCommand("1,2", output=tmp_path / "plot.svg"), [])
     assert "plot.svg: matplotlib is not installed: pip install matplotlib" in said
+
+
+def test_the_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     tables = {
         "fixed global batch": table({n: (64, amdahl(n, 0.1)) for n in (1, 2, 4)}, weak=False),

@@ -32,8 +32,11 @@ def test_what_a_file_may_not_have_is_refused(tmp_path: Path, text: str, expected
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_is_named_after_its_values_and_the_grid_is_read_with_either_spelling(tmp_path: Path) -> None:
+def test_a_run_is_named_after_its_values() -> None:
     assert name_of({"lr": 0.1, "freeze": ["a", "b"], "task": "my/file.py:T"}) == "lr=0.1,freeze=a+b,task=my_file.py_T"
+
+
+def test_the_grid_is_read_with_either_spelling(tmp_path: Path) -> None:
     (file := tmp_path / "sweep.toml").write_text("[fixed]\nbatch-size = 8\n[grid]\nmax_steps = [1, 2]\n")
     assert read(file) == ({"batch_size": 8}, {"max_steps": [1, 2]})
 

@@ -48,7 +48,7 @@ def test_who_waits_for_a_folder_waits_longer_if_its_holder_is_slow_and_not_froze
     holder.join()
 
 
-def test_a_line_is_in_a_file_whole_or_not_at_all_and_of_its_own_after_one_that_was_cut(tmp_path: Path) -> None:
+def test_a_line_is_in_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
     append_line(tmp_path / "lines", b"one\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # as a disk that is full in the middle of the next
@@ -58,6 +58,9 @@ def test_a_line_is_in_a_file_whole_or_not_at_all_and_of_its_own_after_one_that_w
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "lines").read_bytes() == b"one\n"
+
+
+def test_a_line_after_one_that_was_cut_is_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "lines").write_bytes(b"one\nhal")
     append_line(tmp_path / "lines", b"two\n")
     assert (tmp_path / "lines").read_bytes() == b"one\nhal\ntwo\n"

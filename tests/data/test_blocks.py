@@ -70,18 +70,21 @@ def test_stops_and_resizes_leave_no_trace(job: Job, schedule: Schedule, block: i
     assert damage(deal, job, schedule) == NONE
 
 
-def test_a_window_reads_a_few_blocks_and_all_come_in_all_orders() -> None:
+def test_a_window_reads_a_few_blocks_and_mixes_them() -> None:
     blocks = Blocks([10] * 64, window=8)
     by_window = np.array(order(blocks)).reshape(8, 80) // 10
     assert [len(set(window)) for window in by_window.tolist()] == [8] * 8
     neighbours = np.mean([np.mean(window[1:] == window[:-1]) for window in by_window])
     assert neighbours < 0.25, "of the same block, where chance is 0.11"
     assert order(blocks, epoch=1) != order(blocks) != order(blocks, seed=1)
+
+
+def test_blocks_come_in_all_orders_and_windows_in_all_of_theirs() -> None:
     firsts = [order(Blocks([3] * 4, window=2), seed)[0] for seed in range(2400)]
     assert np.bincount(firsts, minlength=12).min() > 140, "of 200 expected"
 
 
-def test_a_subset_in_order_keeps_its_blocks_and_other_data_the_usual_order() -> None:
+def test_a_subset_in_order_keeps_its_blocks() -> None:
     base = Blocked([4, 3, 5], window=2)
     found = blocks_of(Limited(base, [0, 3, 4, 11]))
     assert found.lengths.tolist() == [2, 1, 1]
@@ -92,6 +95,9 @@ def test_a_subset_in_order_keeps_its_blocks_and_other_data_the_usual_order() -> 
     base.order_blocks = lambda: Blocks([6] * 4, 1)  # type: ignore[method-assign]
     with pytest.raises(Refusal, match="12 samples returned Blocks of 24 samples"):
         blocks_of(base)
+
+
+def test_other_data_sets_keep_the_usual_order() -> None:
     usual = list(ElasticSampler(range(24), 8, 8, num_replicas=1, rank=0))
     mixed = list(ElasticSampler(Blocked([6] * 4, 1), 8, 8, num_replicas=1, rank=0))
     assert sorted(chain(*mixed)) == sorted(chain(*usual)) == list(range(24))

@@ -79,7 +79,7 @@ def test_its_random_numbers_are_those_of_the_place_and_not_of_who_has_drawn_befo
     assert [it["dice"] for it in batches] != [it["dice"] for it in batches]
 
 
-def test_a_batch_that_the_data_set_makes_and_all_else_is_its_own() -> None:
+def test_all_else_is_the_data_sets_own() -> None:
     dataset = Collated(Itself(list), own)
     assert (len(dataset), dataset[1].tolist()) == (6, [2, 3])
     blocks = blocks_of(dataset)
@@ -88,6 +88,8 @@ def test_a_batch_that_the_data_set_makes_and_all_else_is_its_own() -> None:
     for copied in (copy.copy(dataset), pickle.loads(pickle.dumps(Collated(ROWS, own)))):
         assert copied.collate is own
 
+
+def test_a_batch_that_the_data_set_makes_is_left_alone() -> None:
     class Whole(InMemory):
         def __getitems__(self, indices: list[int]) -> Any:
             return ("a batch of", len(indices))

@@ -127,7 +127,7 @@ def test_what_does_not_count(one: Any, other: Any) -> None:
     assert alike(digest([one, 1]), digest([other, 1]))
 
 
-def test_it_reads_little_and_leaves_no_trace_and_tells_the_difference() -> None:
+def test_it_reads_little_and_leaves_no_trace() -> None:
     sets = [Map(lambda index: (torch.rand(3) + index, random.random(), np.random.rand())) for _ in range(2)]
     seed_host(1)
     expected = torch.rand(()), random.random(), np.random.rand()
@@ -140,6 +140,9 @@ def test_it_reads_little_and_leaves_no_trace_and_tells_the_difference() -> None:
     assert digest_samples(CONFIG, both(*sets), TWICE) == (digests, [])
     assert digest_samples(CONFIG, both(limited(sets[0], 10), sets[1]), TWICE)[0].keys() == digests.keys()
     assert digest_samples(CONFIG, both(Map(int, 1), InMemory(torch.zeros(2, 3))), TWICE)[0].keys() == digests.keys()
+
+
+def test_which_difference_is_told() -> None:
     one, other = ({"training": digest(value)} for value in (1, 2))
     assert difference({}, [one, one]) == difference(one, [one]) == difference(one, [{}, {}]) == ""
     assert difference({}, [{}, one]) == "", "a rank that cannot read its data will say so"

@@ -66,7 +66,7 @@ WEIGHTS = np.array([0, 1, 2, 3, 0, 5, 0.5, 40, 7, 0, 1])
 DRAWS = 40_000
 
 
-def test_samples_are_drawn_in_proportion_to_their_weights_and_never_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_drawn_in_proportion_to_their_weights_and_independently() -> None:
     size, expected = len(WEIGHTS), DRAWS * WEIGHTS / WEIGHTS.sum()
     for seed in range(5):
         found = drawn(Draws(WEIGHTS), DRAWS, seed=seed)
@@ -77,6 +77,9 @@ def test_samples_are_drawn_in_proportion_to_their_weights_and_never_beyond(monke
             pairs = np.bincount(found[:-apart] * np.uint64(size) + found[apart:], minlength=size * size)
             both = np.outer(WEIGHTS, WEIGHTS).ravel() / WEIGHTS.sum() ** 2 * (DRAWS - apart)
             assert abs(chi_square(pairs, both)) < 4, f"positions {apart} apart"
+
+
+def test_the_largest_uniform_number_is_below_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenkeel.data.order.mixed", lambda positions, _: np.full_like(positions, 2**64 - 1))
     for total in (1.0, 3.0, 0.1, 1e300, 5e-324, math.nextafter(1, 2)):
         assert drawn(Draws(np.array([total, 0.0])), 3).tolist() == [0, 0, 0]
@@ -170,7 +173,7 @@ def test_stops_and_resizes_leave_no_trace(job: tuple[Any, int, int, bool, int], 
         assert list(chain.from_iterable(done)) == everything[: steps * batch if drop_last else length]
 
 
-def test_drop_last_leaves_other_samples_out_in_each_epoch_and_the_plan_knows() -> None:
+def test_the_plan_knows_what_is_left_out() -> None:
     config = Config(batch_size=12, micro_batch=3, epochs=2, drop_last=True)
     plan = Plan.of(config, 101)
     assert (plan.samples, plan.left_out, plan.length) == (96, 5, 101)
@@ -179,6 +182,9 @@ def test_drop_last_leaves_other_samples_out_in_each_epoch_and_the_plan_knows() -
     assert Plan.of(config, plan.length) == plan
     whole = Plan.of(replace(config, drop_last=False), 101)
     assert (whole.samples, whole.steps_per_epoch, whole.left_out) == (101, 9, 0)
+
+
+def test_with_drop_last_the_usual_order_leaves_other_samples_out_in_each_epoch() -> None:
     sampler = ElasticSampler(range(10), 4, 2, num_replicas=1, rank=0, drop_last=True)
     left = []
     for epoch in range(20):
@@ -189,7 +195,7 @@ def test_drop_last_leaves_other_samples_out_in_each_epoch_and_the_plan_knows() -
     assert len(set(left)) > 10
 
 
-def test_order_is_asked_with_seeded_generators_and_what_it_returns_is_copied() -> None:
+def test_order_is_asked_with_seeded_generators_which_keep_their_state() -> None:
     def order(epoch: int) -> Any:
         assert epoch in range(4)
         return torch.randperm(30) if epoch % 2 else np.random.permutation(30).tolist()
@@ -205,6 +211,9 @@ def test_order_is_asked_with_seeded_generators_and_what_it_returns_is_copied() -
         assert order_of(second).digest(epoch) == epochs[epoch]
     assert order_of(other).digest(0) != epochs[0]
     assert order_of(first).name == f"an order of 30 samples by order() ({epochs[0]})"
+
+
+def test_an_array_that_is_shuffled_in_place_is_copied() -> None:
     kept = np.arange(12)
 
     def order(epoch: int) -> Any:
@@ -356,7 +365,7 @@ class Told(Dataset[Any]):
         return index, self.epochs[-1], torch.rand(())
 
 
-def test_a_sample_that_comes_twice_has_two_augmentations_and_each_reader_tells_its_epoch() -> None:
+def test_a_sample_that_comes_twice_in_an_epoch_has_two_augmentations() -> None:
     def noise(dataset: Any, start: int) -> list[float]:
         numbers, _, values = Seeded(dataset, 0, "train").__getitems__(Indices([5, 5], 0, MicroBatch(0, 0, start, 2)))
         assert numbers.tolist() == [5, 5]
@@ -366,7 +375,10 @@ def test_a_sample_that_comes_twice_has_two_augmentations_and_each_reader_tells_i
     assert len(set(noise(usual, 0))) == 1
     assert len(set(noise(own, 0) + noise(own, 2))) == 4
     assert noise(own, 1)[0] == noise(own, 0)[1], "a position's, wherever micro-batches are cut"
-    # an evaluation of a part of the same data, or a look at its samples, between two steps of epoch 3
+
+
+def test_readers_that_share_a_data_set_each_tell_it_their_epoch() -> None:
+    """An evaluation of a part of the same data, or a look at its samples, between two steps of epoch 3."""
     whole = Told()
     train, test = Seeded(Subset(whole, range(8)), 0, "train"), Seeded(Subset(whole, [8, 9]), 0, "test")
     for reader, epoch in ((train, 3), (test, 0), (train, 3), (train, 3)):
@@ -388,6 +400,12 @@ def test_a_data_set_is_told_the_epoch_in_the_process_that_reads(workers: int) ->
         seen = [it for step in by_step(batches, sampler) for batch in step.batches for it in batch[1].tolist()]
         assert seen == [epoch] * 9
     assert whole.epochs == ([] if workers else [0, 1, 2]), "once an epoch"
+
+
+def test_a_tensor_data_set_is_fetched_whole_in_an_order_of_the_tasks_too() -> None:
+    reader = Seeded(Ordered(TensorDataset(torch.arange(10)), Draws(np.ones(10))), 0, "train")
+    (found,) = reader.__getitems__(Indices([3, 3], 0, MicroBatch(0, 0, 0, 2)))
+    assert found.tolist() == [3, 3]
 
 
 def test_loader_processes_do_not_ask_for_an_epoch_after_the_last() -> None:

@@ -30,7 +30,7 @@ def test_seeds_never_change(place: tuple[int, str], seed: int) -> None:
     assert derive(*place) == seed
 
 
-def test_seeds_of_neighbouring_places_never_collide_use_63_bits_evenly_and_are_independent() -> None:
+def test_seeds_of_neighbouring_places_never_collide_and_use_63_bits_evenly() -> None:
     purposes = ("train", "test", "order")
     seeds = [derive(seed, purpose, a, b) for seed, purpose, a, b in product((0, 1, 2), purposes, range(30), range(300))]
     assert len(set(seeds)) == len(seeds), "81,000 of 2^63: the chance of one collision is 4e-10"
@@ -38,10 +38,15 @@ def test_seeds_of_neighbouring_places_never_collide_use_63_bits_evenly_and_are_i
     assert found.min() >= 0  # of int64: none has a 64th bit
     ones = np.array([(found >> bit & 1).mean() for bit in range(63)])
     assert np.abs(ones - 0.5).max() < 5 * 0.5 / len(seeds) ** 0.5  # 5 standard deviations
+
+
+def test_the_number_of_places_counts_and_so_does_their_order() -> None:
     places = [(), (0,), (0, 0), (0, 1), (1, 0), (1,), (-1,), (256,), (0, 256)]
     seeds = {derive(0, "sample", *place) for place in places} | {derive(1, "sample"), derive(0, "samples")}
     assert len(seeds) == len(places) + 2
 
+
+def test_purposes_and_neighbours_are_independent() -> None:
     def uniform(purpose: str, shift: int = 0) -> torch.Tensor:
         return torch.tensor([derive(0, purpose, 0, i + shift) / 2**63 for i in range(10_000)], dtype=torch.float64)
 

@@ -70,7 +70,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert Shards(tmp_path, {"n": str}, ["n"])[3] == {"n": "3"}
 
 
-def test_parquet_keeps_a_few_row_groups_and_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_parquet_keeps_a_few_row_groups(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for number in range(3):
         table = arrow.table({"n": list(range(10 * number, 10 * number + 10)), "x": [[1.5, 2.0]] * 10})
@@ -81,6 +81,9 @@ def test_parquet_keeps_a_few_row_groups_and_columns_of_one_name_are_refused(tmp_
     assert len(shards._kept) == 3
     assert shards.order_blocks().lengths.tolist() == [4, 4, 2] * 3
     assert Shards(tmp_path, fields=["n"], transform=lambda it: it["n"])[29] == 29
+
+
+def test_columns_of_one_name_in_parquet_are_refused(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = [arrow.array([1, 2]), arrow.array([3, 4])]
     parquet.write_table(arrow.Table.from_arrays(columns, names=["a", "a"]), tmp_path / "a.parquet")

@@ -279,12 +279,15 @@ def test_a_source_that_fails_ends_the_run_in_a_line(source: Any, substreams: int
         Numbered(Streams(source, substreams), 2)[number]
 
 
-def test_any_function_of_two_numbers_is_a_source_and_other_data_is_let_through(tmp_path: Path) -> None:
+def test_any_function_of_two_numbers_is_a_source(tmp_path: Path) -> None:
     """A file is one although it has a seek, and so is what has no signature, as functions of extension modules."""
     (tmp_path / "lines").write_text("".join(f"line {n}\n" for n in range(50)))
     data = Numbered(Streams(lambda k, turn: (tmp_path / "lines").open(), 1), 4)
     assert data.__getitems__([40, 41, 7]) == ["line 40\n", "line 41\n", "line 7\n"]
     assert Numbered(Streams(range, 1), 2)._substream(0).source(0, 3) == range(3)
+
+
+def test_what_is_no_training_and_no_stream_is_let_through() -> None:
     assert len(numbered(Whole(), replace(CONFIG, max_steps=0, eval_only=True))) % 12 == 0
     assert numbered(usual := [1, 2, 3], CONFIG) is usual
 
@@ -416,13 +419,16 @@ class UnseededTexts(IterableDataset[str]):
         return iter([f"<doc>{random.Random().random()}</doc>"] * 9)
 
 
-def test_random_numbers_do_not_depend_on_who_reads_and_what_cannot_be_repeated_is_refused() -> None:
+def test_random_numbers_of_a_source_do_not_depend_on_who_reads_it() -> None:
     together = numbered(Drawn(), CONFIG).__getitems__(range(30))
     torch.manual_seed(1)
     alone = [numbered(Drawn(), CONFIG)[n] for n in range(20, 30)]
     for (first, once), (second, again) in zip(together[20:], alone, strict=True):
         assert torch.equal(first, second)
         assert once == again
+
+
+def test_a_stream_that_cannot_be_repeated_is_refused() -> None:
     for steady in (Drawn(), Sharded([0, 1, 2]), streams("state"), streams("seek"), Streams(PermutedAtOnce, 2)):
         digests, unsteady = digest_samples(CONFIG, {"training": numbered(steady, CONFIG)}, TWICE)
         assert "training" in digests
@@ -480,15 +486,16 @@ def test_substreams_that_several_processes_read_are_told_with_what_to_do(
     assert re.search(told, found) if told else found == ""
 
 
-def test_divided_substreams_and_reading_forward(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_substreams_that_unequal_shares_divide_are_told() -> None:
     data = Numbered(streams(substreams=6), 24)
     plan = Plan(len(data), 24, 6, 1, 1000)
     assert data.shared(plan, 2, 0) == data.shared(plan, 2, 0, (2, 2)) == ""
     told = data.shared(plan, 2, 0, (3, 1))
     shared = "up to 2 processes read the same substreams, each of them all of it"
     assert told == f"{shared}; with --shares equal only one does"
+
+
+def test_reading_forward_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("evenkeel.data.substream.TOLD", 0.0)
     caplog.set_level(logging.WARNING)
     Numbered(streams(), 12)[1200]

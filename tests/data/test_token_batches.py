@@ -103,7 +103,7 @@ def test_the_control_steps_that_each_rank_cuts_for_itself_depend_on_the_ranks() 
     assert set.union(*(steps[0] for steps in three)) != one[0][0], "and a step has other samples"
 
 
-def test_padding_is_small_and_validation_takes_its_samples_with_their_lengths() -> None:
+def test_padding_is_small_and_a_fixed_number_of_samples_pads_or_overflows() -> None:
     batches = token_batches(lists())
     assert batches.padded.sum() / LENGTHS.sum() < 1.08
     assert batches.padded.max() <= TOKENS // PARTS
@@ -112,6 +112,9 @@ def test_padding_is_small_and_validation_takes_its_samples_with_their_lengths() 
     order = buckets(LENGTHS, number)
     padded = [LENGTHS[order[at : at + number]].max() * number for at in range(0, 400, number)]
     assert max(padded) > 1.3 * TOKENS // PARTS, "the control: buckets of a fixed size have no bound"
+
+
+def test_validation_takes_its_samples_with_their_lengths() -> None:
     config = Config(batch_size=12, batch_tokens=132, micro_batches=4, validation=0.2)
     batches = token_batches(training_set(Own(way="tokens"), config))
     assert batches.length == 40

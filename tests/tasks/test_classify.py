@@ -103,11 +103,14 @@ def test_networks_with_auxiliary_outputs_train(name: str) -> None:
         assert task.metrics(model.eval(), batch)["accuracy"].shape == (2,)
 
 
-def test_grey_images_are_enlarged_and_repeated_and_the_default_job_does_not_wait_for_torchvision() -> None:
+def test_grey_images_for_a_network_of_colour_ones_are_enlarged_and_repeated() -> None:
     task = Classify(model_="resnet18", image_size=32)
     seen = task.inputs(small_batch()[0])
     assert seen.shape == (6, 3, 32, 32)
     assert torch.equal(seen[:, 0], seen[:, 2])
+
+
+def test_the_default_job_does_not_wait_for_torchvision() -> None:
     made = "task.train_dataset(), task.test_dataset(), task.model()"
     parsed = "import sys; from evenkeel.tasks.command_line import parse; _, task = parse([])"
     script = f"{parsed}; {made}; print('torchvision' in sys.modules)"

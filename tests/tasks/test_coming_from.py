@@ -85,14 +85,20 @@ def unknown(pieces: Iterator[str] | list[str]) -> list[str]:
     return found
 
 
-def test_what_it_says_to_type_and_write_exists_and_the_control_wrong_options_are_found() -> None:
+def test_what_it_says_to_type_exists() -> None:
     pieces = [*to_type()]
     assert len([piece for piece in pieces if "--" in piece]) >= 90
     assert len([piece for piece in pieces if piece.startswith("python -m evenkeel ")]) >= 5
     assert unknown(pieces) == []
+
+
+def test_the_control_wrong_options_and_commands_are_found() -> None:
     wrong = ["python -m evenkeel predcit RUN", "python -m evenkeel predict RUN --sett a", "--ema 0.9 --warmup-epochs 5"]
     assert unknown([*wrong, "--ema 0.9"]) == [*wrong[:2], f"{wrong[2]}: --warmup-epochs"]
-    # methods of a task, with the names of their parameters
+
+
+def test_what_it_says_to_write_exists() -> None:
+    """Methods of a task, with the names of their parameters."""
     cells = [span for _, here in rows(TOOLS) for span in spans(here)]
     calls = [found.groups() for span in cells if (found := re.fullmatch(r"(\w+)\(([\w, ]*)\)", span))]
     assert len(calls) > 20

@@ -188,10 +188,13 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return call
 
 
-def test_no_options_at_all_are_the_defaults_and_those_of_a_task_are_its_own(folder: Path) -> None:
+def test_no_options_at_all_are_the_defaults(folder: Path) -> None:
     config, task = parse([])
     assert config == Config().resolved()
     assert task == Classify().resolved(None)
+
+
+def test_the_options_of_a_task(folder: Path) -> None:
     config, task = parse([*mine("Rich"), "--depth", "5", "--sizes", "7", "8", "9", "--mode", "y", "--lr", "1"])
     assert task.options() | {"depth": 5, "sizes": (7, 8, 9), "mode": "y", "rate": 0.5, "width": 32} == task.options()
     assert (config.lr, config.run_dir) == (1.0, Path("runs/Rich"))
@@ -358,7 +361,7 @@ def test_bad_input(refused: Refused, arguments: list[str], expected: list[str]) 
     assert [text for text in expected if text not in message] == [], message
 
 
-def test_what_a_synonym_names_exists_and_only_a_task_may_have_an_option_of_that_name(folder: Path) -> None:
+def test_what_a_synonym_names_exists_and_the_synonym_does_not() -> None:
     ours = {flag(option_name(option.name)) for cls in (Config, Classify) for option in fields(cls)}
     assert [name for here in SYNONYMS.values() for name in re.findall(r"--[a-z-]+", here) if name not in ours] == []
     assert ours & BY_NAME.keys() == {"--model", "--dataset", "--data-dir"}, "which other tasks have not"
@@ -366,6 +369,9 @@ def test_what_a_synonym_names_exists_and_only_a_task_may_have_an_option_of_that_
     asked += "--logdir --ckpt --local-rank --arch --data --data-path --print-freq --distributed --use-env"
     assert set(asked.split()) <= BY_NAME.keys()
     assert len(BY_NAME) == sum(len(names.split()) for names in SYNONYMS), "each once"
+
+
+def test_a_task_may_have_an_option_of_that_name(folder: Path) -> None:
     (folder.parent / "tasks_of_mine.py").write_text(TASK.replace("depth: int", "arch: int = 1\n    depth: int"))
     assert parse([*mine("Rich"), "--arch", "7"])[1].options()["arch"] == 7
 
@@ -434,7 +440,7 @@ def test_more_local_ranks_than_gpus(refused: Refused, monkeypatch: pytest.Monkey
     assert "local rank 1 -> cuda:1 (GPU 3), local rank 2 -> none" in message
 
 
-def test_a_file_lies_under_the_command_line_and_can_name_the_task_and_its_options(folder: Path) -> None:
+def test_a_file_lies_under_the_command_line(folder: Path) -> None:
     config, _ = parse([*toml(folder, batch_size=32, seed=5, run_dir="there"), "--seed", "6"])
     assert (config.batch_size, config.seed, config.run_dir) == (32, 6, Path("there"))
     assert config.lr == Config().lr
@@ -442,6 +448,9 @@ def test_a_file_lies_under_the_command_line_and_can_name_the_task_and_its_option
     file = toml(folder, micro_batch=0, micro_batches=2)
     cuts = [(c.micro_batch, c.micro_batches) for c, _ in (parse(file), parse([*file, "--micro-batch=8"]))]
     assert cuts == [(0, 2), (8, 0)]
+
+
+def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:
     options = toml(folder, task="../tasks_of_mine.py:Rich", depth=4, rate=2, sizes=[3], roots=["a"], loud=True)
     config, task = parse(options)
     assert config.task == "../tasks_of_mine.py:Rich"
@@ -646,6 +655,23 @@ def test_an_error_says_what_to_do(fail: Callable[[], int], expected: str, capsys
     assert not [it for it in trace if "/src/evenkeel/" in it]
 
 
+def fails(error: Exception) -> int:
+    raise error
+
+
+def test_what_led_to_an_error_is_shown_with_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    assert exit_code(lambda: fails(from_another(ValueError("a"), KeyError("b")))) == 1
+    assert "KeyError: 'b'" in capsys.readouterr().err
+
+
+def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: fails(Refusal("a\n  b\r\n\tc"))) == 2
+    assert capsys.readouterr().err == "evenkeel: a b c\n"
+
+
 def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch has one of its own once there was a group
     assert exit_code(lambda: None) == 0
@@ -656,14 +682,6 @@ def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str], monkey
     assert 'in <lambda>\n    assert exit_code(lambda: int("x")) == 1' in "\n".join(trace)
     assert last == (error := "ValueError: invalid literal for int() with base 10: 'x'")
     assert line.startswith(f"evenkeel: rank 0 failed: {error} at {__file__}:")
-
-    def fails(error: Exception) -> int:
-        raise error
-
-    assert exit_code(lambda: fails(from_another(ValueError("a"), KeyError("b")))) == 1
-    assert "KeyError: 'b'" in capsys.readouterr().err, "what led to it is shown with it"
-    assert exit_code(lambda: fails(Refusal("a\n  b\r\n\tc"))) == 2
-    assert capsys.readouterr().err == "evenkeel: a b c\n", "one line, whatever is in it"
 
 
 def once(out: Path) -> list[int]:

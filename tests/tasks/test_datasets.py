@@ -127,7 +127,7 @@ def test_what_is_no_folder_of_images_is_refused(tmp_path: Path) -> None:
     assert "val/b is a class without training images" in refusal()
 
 
-def test_an_image_that_does_not_decode_is_named_and_one_that_cannot_be_read_never_skipped(tmp_path: Path) -> None:
+def test_an_image_that_does_not_decode_is_named_with_its_path_and_index(tmp_path: Path) -> None:
     bad = write_folder(tmp_path)[7]
     bad.write_bytes(bad.read_bytes()[:300])
     train = ImageFolder(tmp_path, "train")
@@ -140,8 +140,11 @@ def test_an_image_that_does_not_decode_is_named_and_one_that_cannot_be_read_neve
     bad.write_bytes(b"no image at all")
     with pytest.raises(BadSample, match="does not decode: UnidentifiedImageError: cannot identify image file;"):
         train[7]
-    # it may be there again next time, and then the run would be another one
-    gone = bad
+
+
+def test_a_file_that_cannot_be_read_is_never_skipped(tmp_path: Path) -> None:
+    """It may be there again next time, and then the run would be another one."""
+    gone = write_folder(tmp_path)[7]
     train = ImageFolder(tmp_path, "train", on_bad_sample="skip")
     gone.unlink()
     with pytest.raises(EndedByData) as caught:

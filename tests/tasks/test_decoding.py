@@ -246,7 +246,7 @@ def test_a_bad_test_image_is_black_in_the_size_of_the_others(tmp_path: Path) -> 
         assert (image.shape, image.dtype, label, int(image.sum())) == ((3, SIZE, SIZE), torch.uint8, -1, 0)
 
 
-def test_the_way_is_settled_when_a_run_begins_by_decoders_that_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_is_settled_when_a_run_begins() -> None:
     left_open = Classify(dataset="imagefolder")
     assert left_open.resolved(None).decode == "fast"
     assert left_open.resolved({"decode": "exact", "augment": "basic"}).decode == "exact"
@@ -257,6 +257,8 @@ def test_the_way_is_settled_when_a_run_begins_by_decoders_that_load(monkeypatch:
     assert left_open.resolved(None).options()["decode"] == "fast"
     assert "decode" not in Classify().resolved(None).options(), "the digits are not decoded"
 
+
+def test_a_decoder_that_does_not_load_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_another_torch() -> decoding.Decoder:
         raise OSError("libtorchcodec_image.so: undefined symbol")
 

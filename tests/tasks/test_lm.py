@@ -24,14 +24,17 @@ def batch(data: object, indices: list[int]) -> Tensor:
     return torch.stack([data[i] for i in indices])  # type: ignore[index]
 
 
-def test_every_token_is_predicted_once_and_the_loss_is_their_mean_over_the_global_batch() -> None:
+def test_every_token_is_predicted_once_in_one_of_the_parts() -> None:
     parts = (SMALL.train_dataset(), SMALL.validation_dataset(), SMALL.test_dataset())
     windows = [part[i] for part in parts for i in range(len(part))]
     predicted = torch.cat([window[1:] for window in windows])
     assert predicted[predicted != PAD].tolist() == parts[0].tokens[1:].tolist()
     assert all((parts[0][i] != PAD).all() for i in range(len(parts[0]))), "training windows are whole"
     assert [len(part) for part in parts] == [13130, 730, 730]
-    # micro-batches count by their samples, which have as many tokens each
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
+    """Micro-batches count by their samples, which have as many tokens each."""
     net, data = model(), SMALL.train_dataset()
     whole = batch(data, [*range(7)])
     expected = F.cross_entropy(net(whole[:, :-1]).flatten(0, 1), whole[:, 1:].flatten())
@@ -57,7 +60,7 @@ def test_perplexity_is_that_of_all_tokens() -> None:
     assert SMALL.tokens(whole) == 4 * 32
 
 
-def test_a_text_is_continued_the_same_by_the_same_seed_until_its_document_ends() -> None:
+def test_a_text_is_continued_the_same_by_the_same_seed() -> None:
     net = model()
 
     def more(seed: int = 0, temperature: float = 1.0, top_k: int = 0, prompt: str = "Anne") -> str:
@@ -67,6 +70,8 @@ def test_a_text_is_continued_the_same_by_the_same_seed_until_its_document_ends()
     assert more(temperature=0) == more(top_k=1) == more(temperature=0, seed=1)
     assert more(prompt="x" * 100)[0], "only the end of a long text is read"
 
+
+def test_a_document_that_ends_ends_the_text() -> None:
     class Ends(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -61,13 +61,16 @@ def test_a_network_runs_on_images_of_the_size_it_was_made_for(name: str) -> None
             torchvision_model(name, 10, 0)
 
 
-def test_small_images_name_the_size_to_give_and_an_unknown_network_those_that_look_like_it() -> None:
+def test_small_images_for_a_network_of_large_ones_name_the_size_to_give() -> None:
     caught = refusal_of(torchvision_model, "inception_v3", 10, 32)
     assert caught.startswith("--model inception_v3: does not take images of 32 x 32 (")
     assert caught.endswith("use --image-size 299, the size it was made for")
     assert "use --image-size 224" in refusal_of(torchvision_model, "vit_b_16", 10, 40)
     with pytest.raises(Refusal, match=r"its published weights are for one size\); use --image-size 224"):
         torchvision_model("vit_b_16", 10, 32, published_weights("vit_b_16"))
+
+
+def test_an_unknown_network_names_those_that_look_like_it() -> None:
     with pytest.raises(Refusal, match=r"^--model resnet19: is neither cnn nor .*; did you mean resnet1.* or "):
         check_model_name("resnet19")
     with pytest.raises(Refusal, match=r"^--model zzzzzz: .*examples: resnet18"):

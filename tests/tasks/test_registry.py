@@ -58,11 +58,14 @@ def refusal(task: str) -> str:
     return message.removeprefix(f"--task {task}: ")
 
 
-def test_built_in_by_name_and_the_old_name_of_the_default_task() -> None:
+def test_built_in_by_name() -> None:
     before = list(sys.path)
     for name in built_in():
         assert load_task(name).__name__.lower() == name
     assert sys.path == before, "a file of the working directory cannot take the place of a module of ours"
+
+
+def test_the_old_name_of_the_default_task_says_what_it_is_now() -> None:
     assert refusal("digits").startswith("is now --task classify --dataset digits, the defaults; ")
 
 
@@ -90,8 +93,11 @@ def test_the_task_of_a_project(where: str, write: Write, tmp_path: Path, monkeyp
         monkeypatch.setattr(sys, "argv", [str(tmp_path / ("train.py" if where == "script" else "launch/x.py"))])
     assert default_task()[0] == "tide.task:Mine"
     assert load_task(*default_task()).__module__ == "tide.task"
+
+
+def test_a_project_without_a_task(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     for without in ("[tool.evenkeel]", "[tool]", ""):
-        write("pyproject.toml", without)
+        monkeypatch.chdir(write("pyproject.toml", without).parent)
         assert default_task()[0] == "classify"
 
 
@@ -111,15 +117,21 @@ def test_a_missing_task_of_a_project_is_refused_by_its_file(write: Write, monkey
     assert refusal_of(parse, ["--task", "reef.task:Gone"]) == f"--task reef.task:Gone: {line}"
 
 
-def test_a_class_in_a_file_elsewhere_and_in_a_package(write: Write) -> None:
+def test_a_class_in_a_file(write: Write) -> None:
     write("my_job.py", GOOD)
     found = load_task("my_job.py:Mine")
     assert issubclass(found, Classification)
     assert found().options() == {"depth": 3, "model": "cnn"}, "the field of this option cannot have its name"
     assert sys.modules["my_job"].Mine is found, "a loader process finds the class by the name of its module"
+
+
+def test_a_class_in_a_file_elsewhere_that_imports_its_neighbour(write: Write) -> None:
     write("far/away/neighbour_of_mine.py", "DEPTH = 7\n")
     write("far/away/my_far_job.py", "from neighbour_of_mine import DEPTH\n" + GOOD.replace("= 3", "= DEPTH"))
     assert load_task("far/away/my_far_job.py:Mine")().options()["depth"] == 7
+
+
+def test_a_class_in_a_package(write: Write) -> None:
     write("my_package/__init__.py", "")
     write("my_package/depths.py", "DEPTH = 9\n")
     write("my_package/job.py", "from .depths import DEPTH\n" + GOOD.replace("= 3", "= DEPTH"))
@@ -145,10 +157,13 @@ def test_no_such_file_class_or_module(write: Write) -> None:
     assert refusal("there.deeper:Mine").startswith("does not import: ModuleNotFoundError: No module named 'there.deep")
 
 
-def test_a_class_that_is_no_task_or_lacks_methods(write: Write) -> None:
+def test_a_class_that_is_no_task(write: Write) -> None:
     write("odd.py", "class Odd: ...\nnumber = 3\ndef function(): ...\n")
     for name in ("Odd", "number", "function"):
         assert refusal(f"odd.py:{name}") == f"{name} is not a subclass of evenkeel.tasks.Task in odd.py"
+
+
+def test_a_class_that_lacks_methods(write: Write) -> None:
     write(
         "half.py",
         "from evenkeel.tasks import Classification\nclass Half(Classification):\n    def model(self): return None\n",
@@ -236,11 +251,14 @@ def test_a_file_that_does_not_import_says_where(write: Write, name: str, text: s
     assert refusal(task) == message, "asked again, as a rank does after its keeper"
 
 
-def test_a_file_named_like_a_module_in_use_and_ctrl_c_while_one_is_imported(write: Write) -> None:
+def test_a_file_named_like_a_module_in_use(write: Write) -> None:
     write("json.py", GOOD)
     known = sys.modules["json"]
     assert refusal("json.py:Mine") == "the module name 'json' is taken or not allowed; rename the file"
     assert sys.modules["json"] is known
+
+
+def test_ctrl_c_while_a_file_is_imported_is_not_an_error_in_it(write: Write) -> None:
     write("slow.py", "raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         load_task("slow.py:Mine")

@@ -24,7 +24,7 @@ def batch(task: Segment, indices: list[int], part: str = "train") -> list[Tensor
     return [torch.stack(values) for values in zip(*(data[i] for i in indices), strict=True)]
 
 
-def test_a_canvas_is_a_function_of_its_part_and_number_made_from_digits_of_its_own() -> None:
+def test_a_canvas_is_a_function_of_its_part_and_number() -> None:
     torch.manual_seed(1)
     images, masks = batch(SMALL, [3, 5])
     torch.manual_seed(2)
@@ -36,6 +36,9 @@ def test_a_canvas_is_a_function_of_its_part_and_number_made_from_digits_of_its_o
     assert torch.equal(masks > 0, images[:, 0] > 0), "each pixel with ink has a label, and no other has"
     assert len(SMALL.train_dataset()) == 40
     assert len(SMALL.test_dataset()) == 22
+
+
+def test_the_parts_are_made_from_digits_of_their_own() -> None:
     train, test = (data.digits for data in (SMALL.train_dataset(), SMALL.test_dataset()))
     theirs = {image.numpy().tobytes() for image in train}
     assert not any(image.numpy().tobytes() in theirs for image in test)
@@ -172,6 +175,15 @@ def test_a_micro_batch_of_one_sample_is_computed(backbone: Any) -> None:
     assert not torch.equal(net.get_submodule(pooled[0]).running_mean, before)  # type: ignore[arg-type]
 
 
+def test_the_control_for_it_and_the_names_are_torchvisions() -> None:
+    from torchvision.models.segmentation import deeplabv3_mobilenet_v3_large
+
+    stock = deeplabv3_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=CLASSES)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        stock(torch.rand(1, 3, 32, 32))
+    stock.load_state_dict(segmenter("mobilenet_v3_large").state_dict())
+
+
 def test_the_mean_iou_is_that_of_all_pixels_of_all_images_and_not_a_mean_of_means() -> None:
     generator = torch.Generator().manual_seed(0)
     masks = torch.randint(0, 9, (5, 6, 7), generator=generator)  # classes 9 and 10 are in no image
@@ -198,14 +210,8 @@ def test_the_mean_iou_is_that_of_all_pixels_of_all_images_and_not_a_mean_of_mean
     assert abs(mean_of_means - said["miou"]) > 0.01
 
 
-def test_the_pixel_loss_is_cross_entropy_and_the_names_are_torchvisions_and_the_control_for_one_sample() -> None:
+def test_the_pixel_loss_is_cross_entropy_and_a_mask_is_a_map() -> None:
     logits, masks = torch.randn(2, CLASSES, 4, 5), torch.randint(0, CLASSES, (2, 4, 5))
     stock = F.cross_entropy(logits, masks, reduction="none").flatten(1)
     torch.testing.assert_close(pixel_loss(logits, masks), stock)
     assert torch.equal(one_hot(masks).argmax(1), masks)
-    from torchvision.models.segmentation import deeplabv3_mobilenet_v3_large
-
-    stock = deeplabv3_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=CLASSES)
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        stock(torch.rand(1, 3, 32, 32))
-    stock.load_state_dict(segmenter("mobilenet_v3_large").state_dict())

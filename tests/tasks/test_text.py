@@ -45,7 +45,7 @@ def test_a_text_is_tokenized_once_and_memory_mapped(tmp_path: Path) -> None:
     assert tokens_of(folder, BYTES, kept)[-8:].tolist() == [*b"another", 256]
 
 
-def test_windows_predict_every_token_once_and_a_spawned_process_maps_the_file_itself(tmp_path: Path) -> None:
+def test_windows_predict_every_token_but_the_first_once() -> None:
     tokens = np.arange(100, 111, dtype=np.uint16)
     windows = Windows(tokens, 0, len(tokens), 4, 257)
     assert [windows[i].tolist() for i in range(len(windows))] == [
@@ -57,6 +57,9 @@ def test_windows_predict_every_token_once_and_a_spawned_process_maps_the_file_it
     assert len(Windows(tokens, 0, 9, 4, 257)) == 2, "no window of nothing"
     with pytest.raises(EndedByData, match="has a token 110, but --tokenizer has 110"):
         Windows(tokens, 0, len(tokens), 4, 110)[2]
+
+
+def test_a_spawned_process_maps_the_file_itself(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * 100_000)
     windows = Windows(tokens_of(tmp_path / "a.txt", BYTES, tmp_path), 10, 90_001, 8, 257)
     sent = pickle.dumps(windows)
@@ -67,12 +70,15 @@ def test_windows_predict_every_token_once_and_a_spawned_process_maps_the_file_it
     assert len(again) == len(windows)
 
 
-def test_a_long_text_is_read_in_pieces_and_a_large_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "PIECE", 3)
     (tmp_path / "a.txt").write_bytes(b"0123456\f \f789")
     (tmp_path / "b.txt").write_bytes(b"")
     expected = [*b"0123456", 256, *b"789", 256]
     assert tokens_of(tmp_path, BYTES, tmp_path / "kept").tolist() == expected
+
+
+def test_a_vocabulary_above_65536_tokens_has_four_bytes_each(tmp_path: Path) -> None:
     np.array([7, 100_000], np.uint32).tofile(tmp_path / "t.bin")
     assert tokens_of(tmp_path / "t.bin", Tokenizer("100001"), tmp_path).tolist() == [7, 100_000]
     assert Tokenizer("50257").end == 50256, "as nanoGPT writes GPT-2's"

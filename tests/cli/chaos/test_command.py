@@ -46,11 +46,17 @@ def test_a_finished_run_is_refused_in_one_line_and_nothing_is_started(tmp_path: 
     assert not (tmp_path / "started").exists()
 
 
-def test_durations_faults_and_the_last_run_directory_of_the_command() -> None:
+def test_durations() -> None:
     assert [parse_duration(text) for text in ("20s", "2m", "0.5h", "7", "1.5")] == [20, 120, 1800, 7, 1.5]
+
+
+def test_the_run_directory_is_the_last_one_in_the_command() -> None:
     assert find_run_dir(["t", "--run-dir", "a"]) == Path("a")
     assert find_run_dir(["t", "--run-dir=a", "--", "--run-dir=b"]) == Path("b")
     assert find_run_dir(["t", "--run_dir", "a", "--run-directory", "b"]) == Path("a")
+
+
+def test_what_may_reach_others_is_done_only_on_request() -> None:
     assert "fill" not in parse_faults("", nodes=1)
     assert "node" not in parse_faults("", nodes=1)
     assert "node" in parse_faults("", nodes=3)

@@ -60,11 +60,14 @@ def jobs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_is_well_or_a_job_has_failed_or_was_not_run(jobs: Path) -> None:
+def test_all_is_well(jobs: Path) -> None:
     rows = [*of_probes([probe(), probe(), probe()]), *left(jobs)]
     assert results(rows).pop("cost of a step") == UNCHECKED, "nothing has been timed"
     assert {row.result for row in rows[:-1]} == {PASSED}
     assert "no step lost, the same bits" in as_table(rows)
+
+
+def test_a_job_that_failed_or_was_not_run(jobs: Path) -> None:
     rows = {row.name: row for row in left(jobs, **{"tree-2": "exit code 1: a bug", "ring-1": "not run: why"})}
     assert (rows["bits, 1-3 ranks"].result, rows["bits, 1-3 ranks"].figure) == (FAILED, "exit code 1: a bug")
     assert (rows["numbers, 1-3 ranks"].result, rows["numbers, 1-3 ranks"].figure) == (UNCHECKED, "why")
@@ -136,7 +139,7 @@ def test_the_line_to_blame() -> None:
     assert blame([json.dumps, len]) == "", "nobody's own"
 
 
-def test_jobs_run_side_by_side_and_a_failure_is_told_by_its_last_message(tmp_path: Path) -> None:
+def test_jobs_run_side_by_side_and_a_failure_is_told() -> None:
     seen = []
 
     def job(name: str, fails: bool = False) -> Iterator[None]:
@@ -149,6 +152,9 @@ def test_jobs_run_side_by_side_and_a_failure_is_told_by_its_last_message(tmp_pat
     told = [*together({"a": job("a"), "b": job("b", fails=True), "c": job("c")}, 2)]
     assert seen == ["a", "b", "a", "b", "c", "c"]
     assert told == [("a", None), ("b", None), ("a", ""), ("b", "broken"), ("c", None), ("c", "")]
+
+
+def test_last_message(tmp_path: Path) -> None:
     file = tmp_path / "output"
     file.write_text("evenkeel: the loss is odd\nand so on\n")
     assert last_message(file) == "the loss is odd"

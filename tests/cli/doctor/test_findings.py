@@ -27,6 +27,9 @@ def reports(*findings: Finding | None) -> list[Report]:
 )
 def test_equal_findings_are_one(findings: tuple[Finding | None, ...], where: list[str]) -> None:
     assert [it.where for it in merge(reports(*findings))] == where
+
+
+def test_versions_that_differ_are_a_warning_and_speeds_are_not() -> None:
     for same, level in ((True, "WARN"), (False, "OK")):  # as of versions, and of speeds
         made = [Finding("OK", "torch", value, same=same) for value in ("2.8", "2.8", "2.8", "2.9")]
         assert {it.finding.level for it in merge(reports(*made))} == {level}

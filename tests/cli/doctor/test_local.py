@@ -57,7 +57,7 @@ def test_shard_on_needs_a_newer_torch_and_a_folder_that_all_ranks_see(
     assert ("--shard on" in found.expected) == sharded
 
 
-def test_limits_cores_keys_and_the_driver_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_cores_and_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
@@ -78,6 +78,9 @@ def test_limits_cores_keys_and_the_driver_of_this_process(monkeypatch: pytest.Mo
     (found,) = host.weights_and_biases("online")
     assert found.level == "OK"
     assert "secret" not in str(found)
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(levels(software.versions()).values()) == {"OK"}, "the versions here fit"
     monkeypatch.setattr("torch.version.cuda", "13.2")
     assert levels(software.cuda("450.1", "11.0"))["driver"] == "FAIL"
@@ -139,7 +142,7 @@ def test_a_full_run_directory(small_disk: Path) -> None:
     assert [path.name for path in small_disk.iterdir()] == ["full"]
 
 
-def test_two_ranks_on_one_device_clocks_that_differ_and_a_slow_rank() -> None:
+def test_two_ranks_on_one_device() -> None:
     twice = judge_claims(["GPU-a", "GPU-b", "GPU-a"])
     assert (twice.level, twice.value) == ("FAIL", "ranks 0, 2 on one device, GPU-a")
     assert twice.remedy.startswith("CUDA_VISIBLE_DEVICES=")
@@ -149,6 +152,9 @@ def test_two_ranks_on_one_device_clocks_that_differ_and_a_slow_rank() -> None:
     assert "slow" in shared.expected
     assert "--share-gpu" in shared.remedy
     assert judge_claims(["", ""]).level == "OK", "any number of ranks may share a CPU"
+
+
+def test_clocks_that_differ_and_a_slow_rank() -> None:
     assert [judge_clocks([0.0, apart]).level for apart in (0.1, -1.0, 5.0)] == ["OK", "WARN", "FAIL"]
     assert "rank 1 by up to +5.0 s" in judge_clocks([0.0, 5.0, 0.1]).value
     slow = judge_speeds("matrix products", "GFLOP/s", [40.0, 41.0, 12.0, 39.0], "aabb")

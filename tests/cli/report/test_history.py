@@ -93,11 +93,14 @@ def test_attempts_end_as_they_say_or_were_killed(tmp_path: Path) -> None:
     assert history.seconds["dead"] == pytest.approx((18 - 14) + (28 - 22) + (38 - 30))
 
 
-def test_a_run_that_has_lost_all_its_steps_and_numbers_that_no_run_has_written(tmp_path: Path) -> None:
+def test_a_run_that_has_lost_all_its_steps(tmp_path: Path) -> None:
     records = [record("start", 0, 1.0), record("train", 5, 2.0, loss=1.0), record("start", 0, 3.0)]
     history = read(write(tmp_path / "run", records))
     assert (history.curves, history.again, history.best_value()) == ({}, 5, None)
     assert ReportCommand((tmp_path / "run",))() == 0
+
+
+def test_numbers_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
     good = [record("start", 0, 1.0), record("train", 1, 2.0, loss=1.0)]
     bad = [record("train", 10**30, 3.0, loss=1.0), record("train", 2, math.nan, loss=1.0), record("train", -5, 3.0)]
     bad += [record("train", 3, 4.0, loss=10**400, lr=math.inf, grad_norm=math.nan)]
@@ -109,12 +112,15 @@ def test_a_run_that_has_lost_all_its_steps_and_numbers_that_no_run_has_written(t
     assert {name: list(it.steps) for name, it in history.curves.items()} == {"train/loss": [1], "train/lr": [4]}
 
 
-def test_runs_are_named_by_their_folders_or_else_by_their_paths_and_differ_in_options(tmp_path: Path) -> None:
+def test_runs_are_named_by_their_folders_or_else_by_their_paths(tmp_path: Path) -> None:
     paths = (tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "b" / "other")
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         copy_of_a_run(path)
     assert [it.name for it in read_histories(paths)] == [str(paths[0]), str(paths[1]), "other"]
+
+
+def test_the_options_in_which_runs_differ(tmp_path: Path) -> None:
     histories = [read(copy_of_a_run(tmp_path / name, name)) for name in ("finished", "typed")]
     differing = dict(differing_options(histories))
     assert differing.keys() == {"micro_batch"}

@@ -62,7 +62,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_the_page_loads_nothing_and_runs_nothing_and_what_a_user_has_named_is_shown_as_it_is(rich: Path) -> None:
+def test_the_page_loads_nothing_and_runs_nothing(rich: Path) -> None:
     text = (rich / "report.html").read_text()
     assert not [it for it in ("http:", "https:", "@import") if it in text]
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
@@ -71,6 +71,9 @@ def test_the_page_loads_nothing_and_runs_nothing_and_what_a_user_has_named_is_sh
     assert not page.handlers
     assert not {"script", "iframe", "object", "embed", "form", "base"} & page.tags.keys()
     assert "default-src 'none'" in text
+
+
+def test_what_a_user_has_named_is_shown_as_it_is(rich: Path) -> None:
     page = Page(rich / "report.html")
     assert page.tags["img"] == 24, "the images of two sets, and none of a name"
     shown = "".join(page.texts)
@@ -96,7 +99,7 @@ def test_it_says_which_samples_an_epoch_has(tmp_path: Path) -> None:
     assert "without the end of an epoch that fills no batch" in text
 
 
-def test_each_figure_has_words_no_id_comes_twice_and_colours_are_those_of_the_style_sheet(rich: Path) -> None:
+def test_each_figure_has_words_and_no_id_comes_twice(rich: Path) -> None:
     page = Page(rich / "report.html")
     assert len(page.labels) == page.tags["svg"] >= 12
     assert all(page.labels)
@@ -107,6 +110,9 @@ def test_each_figure_has_words_no_id_comes_twice_and_colours_are_those_of_the_st
     pictures = {path.name: path.read_bytes() for path in (rich / "png").iterdir()}
     assert {"loss.png", "timeline.png", "test-confusion.png", "script-confusion.png", "ranks.png"} <= pictures.keys()
     assert all(content.startswith(b"\x89PNG") and len(content) > 3000 for content in pictures.values())
+
+
+def test_colours_are_those_of_the_style_sheet_and_change_in_the_dark(rich: Path) -> None:
     style = (ROOT / "src" / "evenkeel" / "assets" / "page.css").read_text()
     light, dark = style.split("prefers-color-scheme: dark")
     for name, colour in LIGHT.items():
