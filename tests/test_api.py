@@ -1,7 +1,5 @@
 """The public names: docs/api.md has them all, and documents and examples use no others."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

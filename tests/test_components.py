@@ -1,9 +1,8 @@
 """The map of the source: imports go down only, modules form no circle, components are within their budgets of lines."""
 
-from __future__ import annotations
-
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,9 +50,8 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom) or not node.level:
-            assert not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("evenkeel")), (
-                f"{path}: relative"
-            )
+            absolute = isinstance(node, ast.ImportFrom) and str(node.module).startswith("evenkeel")
+            assert not absolute, f"{path}: relative"
             continue
         parts = package.split(".") if package else []
         base = [*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])]
@@ -67,23 +65,28 @@ def component(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_imports_go_down_only() -> None:
+@cache
+def graph() -> dict[str, set[str]]:
+    """Module -> the modules of Evenkeel that it imports."""
     known = modules()
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def test_imports_go_down_only() -> None:
     upward = [
         f"{name} imports {other}"
-        for name, path in known.items()
+        for name, others in graph().items()
         if component(name) in COMPONENTS
-        for other in imports(name, path, known)
+        for other in others
         if COMPONENTS.index(component(other)) > COMPONENTS.index(component(name))
     ]
     assert not upward
-    assert {component(name) for name in known} - {"", "__main__", "testing"} == set(COMPONENTS), "testing is above all"
+    known = {component(name) for name in graph()}
+    assert known - {"", "__main__", "testing"} == set(COMPONENTS), "testing is above all"
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    known = modules()
-    # what is exported is imported when it is asked for
-    left = {name: imports(name, path, known) for name, path in known.items() if name}
+    left = {name: others for name, others in graph().items() if name}  # what is exported is imported when asked for
     while ready := [name for name, others in left.items() if not others & left.keys()]:
         for name in ready:
             del left[name]
@@ -142,9 +145,8 @@ def test_the_reading_path_is_short_and_its_files_are_there() -> None:
     assert len({file for file, *_ in path}) == len(path) > 30
     assert sum(lines for *_, lines in path) <= MOST_LINES_TO_READ
     assert not [(file.name, said, lines) for file, said, lines in path if abs(said - lines) > 20], "docs/design.md"
-    known = modules()
     order = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file, *_ in path[1:]]
-    later = {name for at, name in enumerate(order) if imports(name, known[name], known) & set(order[at:])}
+    later = {name for at, name in enumerate(order) if graph()[name] & set(order[at:])}
     assert later == {"run.run", "distributed.world"}, "above what it imports, and docs/design.md names only 2 and 9"
 
 

@@ -1,9 +1,8 @@
 """Options: what is refused, what is saved, and which changes make another run."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import tomli_w
 
 from evenkeel.common.errors import Refusal
 from evenkeel.config import CUTTING, HARMLESS, UNSAVED, Config, changed_options, saved_options, validate
+from tests.support.raised import refusal_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,11 +29,7 @@ def config(**options: Any) -> Config:
 
 def refusal(options: Config, **sizes: int) -> str:
     """The message of the refusal that must come, which is one line."""
-    with pytest.raises(Refusal) as caught:
-        validate(options, **sizes)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return refusal_of(validate, options, **sizes)
 
 
 def test_defaults_that_depend_on_other_options() -> None:
@@ -79,6 +75,23 @@ def test_text_will_do_for_a_path() -> None:
         ({"micro_batch": "auto", "share_gpu": True}, "--micro-batch auto --share-gpu", "give a number"),
         ({"init_from": Path("no/such/model.pt")}, "--init-from no/such/model.pt", "no such file"),
         ({"init_partial": True}, "--init-partial", "name a file or leave it out"),
+        ({"ema": 1.0}, "--ema 1.0", "must be below 1"),
+        ({"ema": -0.1}, "--ema -0.1", "must be at least 0"),
+        *(({"loss_scale": it}, f"--loss-scale {it:.0f}", "must be a power of two") for it in (1000.0, inf, 0.0)),
+        ({"patience": -1}, "--patience -1", "must be at least 0"),
+        ({"limit_batches": -1}, "--limit-batches -1", "must be at least 0"),
+        ({"eval_only": True, "fresh": True}, "--eval-only --fresh", "one evaluates"),
+        ({"compile": True, "strategy": "dp"}, "--compile --strategy", ""),
+        ({"compile": True, "model_parallel": 2}, "--compile --model-parallel", ""),
+        ({"compile": True, "place": "a=0"}, "--compile --place", ""),
+        ({"compile": True, "sync_batchnorm": True}, "--compile --sync-batchnorm", ""),
+        ({"compile": True, "checkpoint_activations": True}, "--compile --checkpoint-activations: ", ""),
+        ({"place": "a"}, "--place a", "'a' is not NETWORK=NUMBER"),
+        ({"place": "a=x"}, "--place a=x", "'a=x' is not NETWORK=NUMBER"),
+        ({"place": "a=0,a=1"}, "--place a=0,a=1", "'a=1' is not NETWORK=NUMBER, once for each"),
+        ({"place": "a=0,b=2"}, "--place a=0,b=2", "device 1 has no network"),
+        ({"place": "a=0,b=1", "model_parallel": 2}, "--", "leave one of them out"),
+        ({"model_parallel": 0}, "--model-parallel 0", "must be at least 1"),
     ],
 )
 def test_a_value_that_cannot_be_meant(options: dict[str, Any], named: str, remedy: str) -> None:
@@ -102,13 +115,20 @@ def test_a_batch_above_the_data_set() -> None:
 
 
 def test_the_saved_options_are_those_about_the_run_and_fit_into_toml() -> None:
-    saved = saved_options(
-        config(init_from=Path("a/model.pt"), momentum=0.5), {"sizes": (1, 2), "roots": [Path("x")], "none": None}
-    )
+    of_task = {"sizes": (1, 2), "roots": [Path("x")], "none": None}
+    saved = saved_options(config(init_from=Path("a/model.pt"), momentum=0.5), of_task)
     assert set(saved) == {f.name for f in fields(Config)} - UNSAVED | {"sizes", "roots"}
     assert saved["init_from"] == "a/model.pt"
     assert (saved["sizes"], saved["roots"]) == ([1, 2], ["x"])
     assert tomllib.loads(tomli_w.dumps(saved)) == saved, "or a run could not be told from another one"
+
+
+def test_the_options_of_a_task_shape_the_result_but_for_those_that_it_names() -> None:
+    old = saved_options(config(), {"width": 32, "gone": 1, "cache": "a"})
+    new = saved_options(config(), {"width": 64, "new": 2, "cache": "b"})
+    different = [("width", 32, 64), ("new", None, 2), ("gone", 1, None)]
+    assert changed_options(old, new, frozenset({"cache"})) == different
+    assert set(changed_options(old, new)) == {*different, ("cache", "a", "b")}
 
 
 @pytest.mark.parametrize("value", [object(), {"a": 1}, {1, 2}, b"bytes", [object()]])
@@ -147,19 +167,16 @@ def test_which_options_are_harmless() -> None:
     assert {"batch_size", "seed", "task", "lr", "optimizer", "init_from", "init_partial"} <= SHAPING
 
 
-def test_the_options_of_a_task_shape_the_result_but_for_those_that_it_names() -> None:
-    old = saved_options(config(), {"width": 32, "gone": 1, "cache": "a"})
-    new = saved_options(config(), {"width": 64, "new": 2, "cache": "b"})
-    different = [("width", 32, 64), ("new", None, 2), ("gone", 1, None)]
-    assert changed_options(old, new, frozenset({"cache"})) == different
-    assert set(changed_options(old, new)) == {*different, ("cache", "a", "b")}
-
-
 def test_an_option_that_is_newer_than_the_run_had_its_default() -> None:
     new = saved_options(config(), {})
     old = {name: value for name, value in new.items() if name != "init_partial"}
     assert changed_options(old, new) == []
     assert changed_options(old, new | {"init_partial": True}) == [("init_partial", False, True)]
+
+
+def test_another_schedule_does_not_make_the_length_free() -> None:
+    old, new = config(schedule="cosine", epochs=1), config(schedule="constant", epochs=5)
+    assert [name for name, *_ in changed_options(saved_options(old, {}), saved_options(new, {}))] == ["schedule"]
 
 
 @pytest.mark.parametrize(("schedule", "may"), [("constant", True), ("linear", False), ("cosine", False)])
@@ -168,8 +185,3 @@ def test_only_a_run_with_a_constant_learning_rate_may_be_prolonged(schedule: Any
     long = replace(short, epochs=5, max_steps=0)
     changed = [name for name, *_ in changed_options(saved_options(short, {}), saved_options(long, {}))]
     assert changed == ([] if may else ["epochs", "max_steps"])
-
-
-def test_another_schedule_does_not_make_the_length_free() -> None:
-    old, new = config(schedule="cosine", epochs=1), config(schedule="constant", epochs=5)
-    assert [name for name, *_ in changed_options(saved_options(old, {}), saved_options(new, {}))] == ["schedule"]

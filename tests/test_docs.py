@@ -1,7 +1,5 @@
 """The documentation: how long it is, that a reader finds each page, and that each page says what it is for."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

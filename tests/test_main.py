@@ -1,7 +1,5 @@
 """The command `evenkeel`, as the package installs it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib.metadata import EntryPoint
@@ -10,6 +8,7 @@ import pytest
 
 from evenkeel.__main__ import run, subcommands
 from tests.support.processes import ROOT
+from tests.support.typed import typed
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ def test_the_installed_command(
 
 
 @pytest.mark.parametrize(
-    ("component", "typed", "said"),
+    ("component", "words", "said"),
     [
         ("status", "statsu", "unknown command statsu; did you mean status? (--help lists all commands)"),
         ("status", "stats --watch", "unknown command stats; did you mean status? (--help lists all commands)"),
@@ -44,32 +43,24 @@ def test_the_installed_command(
         ("status", "status --jsn", "Unrecognized options: --jsn; did you mean --json? (--help lists all options)"),
     ],
 )
-def test_a_command_that_does_not_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], component: str, typed: str, said: str
-) -> None:
+def test_a_command_that_does_not_exist(component: str, words: str, said: str) -> None:
     pytest.importorskip(f"evenkeel.cli.{component}")
-    monkeypatch.setattr(sys, "argv", ["evenkeel", *typed.split()])
-    assert run() == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"evenkeel: {said}")
-    assert (captured.err.count("\n"), captured.out) == (1, "")
+    code, out, err = typed(words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"evenkeel: {said}")
 
 
-def test_the_help_has_a_line_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if not subcommands():
-        pytest.skip("this copy has left out all commands")
-    monkeypatch.setattr(sys, "argv", ["evenkeel", "--help"])
-    assert run() == 0
-    text = capsys.readouterr().out
+@pytest.mark.skipif(not subcommands(), reason="this copy has left out all commands")
+def test_the_help_has_a_line_a_command() -> None:
+    code, text, _ = typed("--help")
+    assert code == 0
     assert all(re.search(rf"^  {name} +[A-Z].*\.$", text, re.MULTILINE) for name in subcommands())
     lines = [line for line in text.splitlines() if line.startswith("  ")]
     assert len(lines) == len(subcommands()), "options and examples are in the help of the command"
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_the_help_of_an_action_says_once_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_of_an_action_says_it_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("evenkeel.cli.checkpoint")
     monkeypatch.setattr(sys, "argv", ["evenkeel", "checkpoint", "export", "--help"])
     with pytest.raises(SystemExit, match="0"):
@@ -77,8 +68,6 @@ def test_the_help_of_an_action_says_once_what_it_does(
     assert capsys.readouterr().out.count("Write the model of the newest") == 1
 
 
-def test_without_any_command_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_any_command_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenkeel.__main__.COMMANDS", {"gone": "cli.gone.Gone"})
-    monkeypatch.setattr(sys, "argv", ["evenkeel", "gone"])
-    assert run() == 2
-    assert capsys.readouterr().err == "evenkeel: there are no commands: all have been deleted from this copy\n"
+    assert typed("gone")[::2] == (2, "evenkeel: there are no commands: all have been deleted from this copy\n")

@@ -1,7 +1,5 @@
 """What tools/make_it_yours.py computes before it writes: valid names, what goes with a component, what names it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -32,9 +30,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "why"), [(name, why) for names, why in NAMES.items() for name in names.split()])
-def test_a_name_that_no_package_can_have_here(
-    name: str, why: str, made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_name(name: str, why: str, made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         made.check_name(name, files)
     (line,) = capsys.readouterr().err.splitlines()
@@ -88,9 +84,7 @@ def test_a_package_goes_with_the_last_file_that_imports_it(made: Any, files: dic
     assert 'files = ["src", "tools", "train.py", "launch"]' in bare
 
 
-def test_a_file_of_the_users_that_imports_a_room_is_refused(
-    made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_file_that_imports_a_room(made: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     mine = files | {"src/evenkeel/tasks/mine.py": "from .lm import LM\n"}
     with pytest.raises(SystemExit, match="2"):
         made.goes({"lm": components()["lm"]}, mine)

@@ -1,7 +1,5 @@
 """Every number has bounds that mean something: whatever is typed is taken or refused in a line, never a traceback."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -140,11 +138,9 @@ def k8s(*arguments: str) -> None:
 
 
 def evenkeel(*arguments: str) -> None:
-    before, sys.argv = sys.argv, ["evenkeel", *arguments]
-    try:
+    with pytest.MonkeyPatch.context() as it:
+        it.setattr(sys, "argv", ["evenkeel", *arguments])
         main()
-    finally:
-        sys.argv = before
 
 
 OPTIONS: dict[Any, str] = {
@@ -163,9 +159,7 @@ LINES = [(run, words) for run, lines in OPTIONS.items() for words in map(str.spl
     [it for it in LINES if it[0] is not evenkeel or has(it[1][0])],
     ids=lambda part: " ".join(part) if isinstance(part, list) else part.__name__,
 )
-def test_extremes_of_a_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, words: list[str]
-) -> None:
+def test_extremes_of_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, words: list[str]) -> None:
     monkeypatch.setenv("PATH", "/nowhere")  # no Slurm, no git, nothing
     more = ["0:inf", "5:0", "0:" + "9" * 30, "h:0", "h:70000"] if words[-1] in ("--array-seeds", "--master") else []
     *before, option = words
@@ -187,9 +181,7 @@ def test_extremes_of_a_command_line(
         ("MASTER_PORT", ("0", "70000", "http")),
     ],
 )
-def test_no_torchrun_makes_this_environment(
-    monkeypatch: pytest.MonkeyPatch, variable: str, values: tuple[str, ...]
-) -> None:
+def test_environments_of_no_torchrun(monkeypatch: pytest.MonkeyPatch, variable: str, values: tuple[str, ...]) -> None:
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -228,6 +220,4 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 def test_numbers_in_a_file(tmp_path: Path, text: str) -> None:
     file = tmp_path / "job.toml"
     file.write_text(text)
-    with pytest.raises(Refusal) as caught:
-        train("--config", str(file))
-    assert "\n" not in str(caught.value)
+    assert refusal_of(lambda: train("--config", str(file)))

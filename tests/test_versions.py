@@ -1,7 +1,5 @@
 """The versions that `make test-versions` runs are those that are promised."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ other, a quarter of an hour each on two cores. A version whose Python is not on 
 exit code 1 if anything has failed, if nothing could be run, or with --all if a version was left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

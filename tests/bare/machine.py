@@ -6,8 +6,6 @@ copies this checkout's files there and runs a command in them. There is no git, 
 root. Of this machine there are the kernel, the processors and, on request, the network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The README's two commands on a bare machine, by an ordinary user; the second without a network."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -69,7 +67,6 @@ def test_make_test(machine: Machine) -> None:
     print(text[-6000:], f"\nmake test took {time.monotonic() - begun:.0f} s on a bare machine")
     assert code == 0, text[-20000:]
     passed = re.search(r"(\d+) passed, (\d+) skipped", text)
-    assert passed
     assert int(passed[1]) > 2000
     assert int(passed[2]) < 100
     assert "not installed: git" in text

@@ -1,7 +1,5 @@
 """`python -m evenkeel checkpoint` as a user types it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -14,14 +12,15 @@ from safetensors.torch import load_file
 from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Provenance, step_folders
 from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state, unfit
-from tests.support.processes import EVENKEEL, contents_of, run, run_forked
+from tests.support.processes import EVENKEEL, checked, contents_of, run
 from tests.support.small_runs import the_line
+from tests.support.typed import typed
 
 BEST = ("accuracy", "max")
 
 
 def checkpoint(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    return run_forked("-m", "evenkeel", "checkpoint", *arguments, expect=expect)
+    return checked(subprocess.CompletedProcess(arguments, *typed("checkpoint", *arguments)), expect)
 
 
 def refusal(*arguments: object) -> str:

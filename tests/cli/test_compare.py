@@ -1,7 +1,5 @@
 """`python -m evenkeel compare`: equal runs, runs that part, and what made them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,15 @@ from evenkeel.run.checkpoint import Checkpoints, Provenance
 from tests.run.test_fingerprint import OTHER, another_machine
 from tests.support.processes import TRAIN, run, run_forked
 from tests.support.small_runs import job
+from tests.support.typed import typed
 
 STEPS = 6
 
 
 def compare(*arguments: object, expect: int) -> list[str]:
-    done = run_forked("-m", "evenkeel", "compare", *arguments, expect=expect)
-    return done.stdout.splitlines() if expect != 2 else done.stderr.splitlines()
+    code, out, err = typed("compare", *arguments)
+    assert code == expect, err
+    return (err if code == 2 else out).splitlines()
 
 
 def small(run_dir: Path, *more: object) -> list[object]:
@@ -36,13 +36,6 @@ def record(kind: str, step: int, **digests: str) -> dict[str, Any]:
     return {"kind": kind, "step": step, "time": 0.0, "digests": digests}
 
 
-def test_the_last_attempt_that_did_a_step_counts() -> None:
-    first = [record("start", 0), record("digest", 1, w="a"), record("train", 1), record("digest", 2, w="lost")]
-    again = [record("start", 1), record("digest", 2, w="b")]
-    assert last_digests(first + again) == {1: {"w": "a"}, 2: {"w": "b"}}
-    assert last_digests([*first, record("start", 1)]) == {1: {"w": "a"}}, "step 2 was never done in this line"
-
-
 def test_the_first_difference_is_named_with_the_step_before() -> None:
     a = {step: {"w": "0", "b": "0"} for step in (1, 2, 3, 4)}
     later = {**a, 3: {"w": "1", "b": "0"}, 4: {"w": "1", "b": "1"}}
@@ -56,6 +49,13 @@ def test_the_first_difference_is_named_with_the_step_before() -> None:
     assert other_model[2:] == ["  v (only in the first)", "  w (only in the second)"]
     many = {1: {str(i): "1" for i in range(20)}}, {1: {str(i): "2" for i in range(20)}}
     assert compare_digests(*many)[1].splitlines()[-1] == "  and 8 more"
+
+
+def test_the_last_attempt_that_did_a_step_counts() -> None:
+    first = [record("start", 0), record("digest", 1, w="a"), record("train", 1), record("digest", 2, w="lost")]
+    again = [record("start", 1), record("digest", 2, w="b")]
+    assert last_digests(first + again) == {1: {"w": "a"}, 2: {"w": "b"}}
+    assert last_digests([*first, record("start", 1)]) == {1: {"w": "a"}}, "step 2 was never done in this line"
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """`checkpoint export --onnx` and `--as transformers`: the same outputs elsewhere, and what cannot be exported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,8 +16,9 @@ from evenkeel.common.errors import Ended
 from evenkeel.run.weights import read_weights
 from evenkeel.tasks.command_line import parse_as_recorded
 from tests.support.exported_task import Saves, points
-from tests.support.processes import ROOT, run_forked
+from tests.support.processes import ROOT, checked
 from tests.support.small_runs import SUPPORT, model_of, the_line, weights_of
+from tests.support.typed import typed
 
 TASKS = SUPPORT / "exported_task.py"
 needs_onnx = pytest.mark.skipif(not find_spec("onnxscript"), reason="needs onnx, onnxscript and onnxruntime")
@@ -43,7 +42,7 @@ def own(runs: Path, task: str) -> Path:
 
 
 def exported(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    return run_forked("-m", "evenkeel", "checkpoint", "export", *arguments, expect=expect)
+    return checked(subprocess.CompletedProcess(arguments, *typed("checkpoint export", *arguments)), expect)
 
 
 def refusal(*arguments: object, code: int = 2) -> str:
@@ -70,6 +69,13 @@ def test_without_save_pretrained_or_space_nothing_is_left(runs: Path, tmp_path: 
     line = refusal(own(runs, "FullDisk"), "--as", "transformers", "-o", tmp_path / "folder", code=1)
     assert line == f"{tmp_path / 'folder'}: cannot be written: No space left on device"
     assert not list(tmp_path.iterdir())
+
+
+def test_networks_that_are_called_apart_are_refused(runs: Path) -> None:
+    run_dir = own(runs, "Parts")
+    config, task, model = export.built(run_dir, model_of(run_dir), [])
+    with pytest.raises(Exception, match=r"metrics\(\) of the task calls parts of the model \(a, b\) and not the model"):
+        export.example_call(config, task, model, 2)
 
 
 @pytest.mark.slow
@@ -105,21 +111,14 @@ def test_the_call_of_the_task_is_exported_for_any_number_of_samples(runs: Path, 
     assert len(more.tensors[0]) == 5
 
 
-def test_networks_that_are_called_apart_are_refused(runs: Path) -> None:
-    run_dir = own(runs, "Parts")
-    config, task, model = export.built(run_dir, model_of(run_dir), [])
-    with pytest.raises(Exception, match=r"metrics\(\) of the task calls parts of the model \(a, b\) and not the model"):
-        export.example_call(config, task, model, 2)
-
-
 def test_what_cannot_be_meant_is_refused(runs: Path, tmp_path: Path) -> None:
     run_dir, file = own(runs, "Line"), tmp_path / "model.onnx"
     assert "--onnx FILE" in refusal(run_dir)
     assert "leave --output and --as out" in refusal(run_dir, "--onnx", file, "-o", tmp_path / "x")
     assert "only --onnx and --as transformers take options" in refusal(run_dir, "-o", file, "--", "--batch-size", 4)
     assert "there is no folder" in refusal(run_dir, "--onnx", tmp_path / "no" / "model.onnx")
-    done = run_forked("-m", "evenkeel", "checkpoint", "list", run_dir, "--", "--epochs", 2, expect=2)
-    assert "only `checkpoint export` takes options of train.py" in the_line(done.stderr)
+    _, _, err = typed("checkpoint list", run_dir, "-- --epochs 2")
+    assert "only `checkpoint export` takes options of train.py" in the_line(err)
     alone = tmp_path / "alone"
     (run_dir / "checkpoints").rename(alone)
     try:

@@ -1,7 +1,5 @@
 """`evenkeel new` and `evenkeel update`: what is written, what is refused, and what a newer version changes."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -16,15 +14,15 @@ import pytest
 import torch
 
 from evenkeel import __version__
-from evenkeel.__main__ import run
 from evenkeel.cli.new import project
 from evenkeel.cli.new import source as source_module
 from evenkeel.cli.new.project import PARTS, RECORD, TASKS, Answers, render, write
 from evenkeel.cli.new.source import own_source, source_of
-from evenkeel.common.errors import Refusal
 from tests.support import needs
 from tests.support.processes import ROOT, contents_of
+from tests.support.raised import refusal_of
 from tests.support.thin import OFFLINE
+from tests.support.typed import typed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,12 +32,6 @@ else:
 HERE = tuple(part for part in PARTS if (ROOT / part).is_dir())
 CHOICES = [*product(TASKS, ((), HERE))]
 WHEEL = "evenkeel-0.1.0-py3-none-any.whl"
-
-
-def typed(monkeypatch: pytest.MonkeyPatch, words: str) -> int:
-    """What a user types after `evenkeel`; the exit code."""
-    monkeypatch.setattr(sys, "argv", ["evenkeel", *words.split()])
-    return run()
 
 
 def answers(task: str = "classify", parts: tuple[str, ...] = HERE, source: str = "evenkeel==0.1.0") -> Answers:
@@ -83,31 +75,25 @@ def test_what_the_repository_has_too_is_the_same() -> None:
     texts = render(answers())
     same = [path for path in texts if (ROOT / path).exists() and (ROOT / path).read_text() == texts[path]]
     launchers = {"slurm": "slurm/submit.py", "docker": "docker/run.py", "k8s": "k8s/submit.py"}
-    others = ["interpreter", "multi_node", "single_node"]
-    assert sorted(same) == sorted(
-        ["train.py", *(f"launch/{name}.py" for name in others), *(launchers[part] for part in HERE)]
-    )
+
+    launched = [f"launch/{name}.py" for name in ("interpreter", "multi_node", "single_node")]
+    assert sorted(same) == sorted(["train.py", *launched, *(launchers[part] for part in HERE)])
 
 
-def test_the_first_thing_typed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_thing_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
-    assert typed(monkeypatch, "new tide --task empty") == 0
     here = tmp_path / "tide"
-    said = (
-        f"wrote 13 files to {here}. Next:\n  cd {here} && make train\n  make test\nYour model goes into tide/task.py."
-    )
+    then = f"  cd {here} && make train\n  make test\nYour model goes into tide/task.py.\n"
     building = f"evenkeel: building a wheel of {ROOT}, which may take half a minute\n"
-    assert capsys.readouterr() == (f"{said}\n", building)
+    assert typed("new tide --task empty") == (0, f"wrote 13 files to {here}. Next:\n{then}", building)
     (wheel,) = (here / "wheels").iterdir()
     with zipfile.ZipFile(wheel) as file:  # by default of this checkout, and not of an index
         assert file.read("evenkeel/cli/new/source.py") == Path(source_module.__file__).read_bytes()
-    table = tomllib.loads((tmp_path / "tide" / "pyproject.toml").read_text())
+    table = tomllib.loads((here / "pyproject.toml").read_text())
     assert table["tool"]["evenkeel"]["task"] == "tide.task:MyTask"
-    assert os.access(tmp_path / "tide" / "launch" / "single_node.py", os.X_OK)
+    assert os.access(here / "launch" / "single_node.py", os.X_OK)
     assert [path.name for path in tmp_path.iterdir()] == ["tide"]
 
 
@@ -165,17 +151,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_is_refused_leaves_nothing(
-    words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused_leaves_nothing(words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     (tmp_path / "no.whl").touch()
     zipfile.ZipFile(tmp_path / "other-1.0-py3-none-any.whl", "w").close()
     monkeypatch.chdir(tmp_path)
     before = contents_of(tmp_path)
-    assert typed(monkeypatch, words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    code, _, line = typed(words)
+    assert (code, line.count("\n")) == (2, 1)
     assert line.startswith(f"evenkeel: {REFUSED[words]}")
     assert "secret" not in line
     assert contents_of(tmp_path) == before
@@ -203,9 +187,8 @@ def test_a_git_address_without_a_host_gets_one() -> None:
 def test_a_wheel_is_copied(tmp_path: Path) -> None:
     zipfile.ZipFile(tmp_path / WHEEL, "w").close()
     source = source_of(str(tmp_path / WHEEL), tmp_path)
-    written = write(
-        Answers("tide", "lm", (), source.requirement, source.kind), "0.1.0", tmp_path / "tide", source.wheel
-    )
+    made = Answers("tide", "lm", (), source.requirement, source.kind)
+    written = write(made, "0.1.0", tmp_path / "tide", source.wheel)
     assert (tmp_path / "tide" / "wheels" / WHEEL).read_bytes() == (tmp_path / WHEEL).read_bytes()
     assert f"wheels/{WHEEL}" in written
     assert "$(PIP) install wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
@@ -222,9 +205,7 @@ DIRECT = {
 
 
 @pytest.mark.parametrize("record", DIRECT)
-def test_the_default_is_where_this_package_came_from(
-    record: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_default_is_where_this_came_from(record: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "evenkeel-0.1.0.dist-info").mkdir()
     (tmp_path / "evenkeel-0.1.0.dist-info" / "METADATA").write_text("Name: evenkeel\nVersion: 0.1.0\n")
     (tmp_path / "evenkeel-0.1.0.dist-info" / "direct_url.json").write_text(record)
@@ -234,14 +215,18 @@ def test_the_default_is_where_this_package_came_from(
     if DIRECT[record]:
         assert own_source() == DIRECT[record]
     else:
-        with pytest.raises(Refusal, match="no record of a wheel, a checkout or git; name one: --from, the path of"):
-            own_source()
+        assert "no record of a wheel, a checkout or git; name one: --from, the path of" in refusal_of(own_source)
 
 
 def test_the_lines_of_its_readme_restart_ranks_and_do_not_refuse_each_other() -> None:
     lines = [line for line in render(answers())["README.md"].splitlines() if line.startswith(("torchrun ", "launch/"))]
     assert all("--max-restarts=3" in line for line in lines if line.startswith("torchrun "))
     assert len(lines) == len({re.findall("--run-dir (\\S+)", line)[0] for line in lines}) + 1, "two lines are one job"
+
+
+def test_every_template_is_used() -> None:
+    used = {project._template(path, task) for path in project.FILES for task in TASKS}
+    assert {path for path in project.TEMPLATES.iterdir() if path.exists()} == {path for path in used if path.exists()}
 
 
 def test_the_tests_of_a_project_do_not_repeat_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +239,10 @@ def test_the_tests_of_a_project_do_not_repeat_its_task(monkeypatch: pytest.Monke
 
 def test_a_failure_half_way_leaves_nothing(tmp_path: Path) -> None:
     """Of the last file, when all others have been written."""
-    with pytest.raises(Refusal, match="nothing has been written"):
-        write(answers(), "0.1.0", tmp_path / "tide", tmp_path / "gone.whl")
+    assert "nothing has been written" in refusal_of(write, answers(), "0.1.0", tmp_path / "tide", tmp_path / "gone.whl")
     (tmp_path / "tide").mkdir()
     (tmp_path / "tide" / "mine").touch()
-    with pytest.raises(Refusal, match="nothing has been written"):
-        write(answers(), "0.1.0", tmp_path / "tide")
+    assert "nothing has been written" in refusal_of(write, answers(), "0.1.0", tmp_path / "tide")
     assert [path.name for path in tmp_path.rglob("*")] == ["tide", "mine"]
     (tmp_path / "tide" / "mine").unlink()
     write(answers(), "0.1.0", tmp_path / "tide")  # the control: an empty folder will do
@@ -283,81 +266,59 @@ def git_apply(folder: Path, diff: str) -> int:
     return subprocess.run(["git", "apply"], input=diff, text=True, cwd=folder, capture_output=True).returncode
 
 
-def test_nothing_has_changed(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_has_changed(folder: Path) -> None:
     with (folder / "tide" / "task.py").open("a") as file:
         file.write("# mine\n")
-    assert typed(monkeypatch, "update") == 0
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", f"evenkeel: 0.1.0 to {__version__}: nothing has changed\n")
+    assert typed("update") == (0, "", f"evenkeel: 0.1.0 to {__version__}: nothing has changed\n")
 
 
 @needs.tools("git")
-def test_a_newer_version_changes_a_file_and_adds_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newer = render(answers())
+def test_a_newer_version_changes_a_file_and_adds_one(folder: Path) -> None:
+    newer, tests = render(answers()), "tests/test_task.py"
     as_an_older_version_wrote(folder, "train.py", newer["train.py"].replace("clip_norm", "clip"))
-    as_an_older_version_wrote(
-        folder, "tests/test_task.py", newer["tests/test_task.py"].replace("the task", "a task", 1)
-    )
+    as_an_older_version_wrote(folder, tests, newer[tests].replace("the task", "a task", 1))
     as_an_older_version_wrote(folder, ".ci/run", "")
-    with (folder / "tests" / "test_task.py").open("a") as file:
+    with (folder / tests).open("a") as file:
         file.write("\n# mine\n")
     before = contents_of(folder)
-    assert typed(monkeypatch, "update") == 0
-    told = capsys.readouterr()
-    said = "you have not changed: .ci/run, train.py; you have changed: tests/test_task.py"
-    assert told.err == f"evenkeel: 0.0.9 to {__version__}: {said}\n"
+    code, diff, err = typed("update")
+    said = f"you have not changed: .ci/run, train.py; you have changed: {tests}"
+    assert (code, err) == (0, f"evenkeel: 0.0.9 to {__version__}: {said}\n")
     assert contents_of(folder) == before, "nothing is overwritten"
-    assert git_apply(folder, told.out) == 0
-    assert {path: (folder / path).read_text() for path in ("train.py", ".ci/run")} == {
-        path: newer[path] for path in ("train.py", ".ci/run")
-    }
+    assert git_apply(folder, diff) == 0
+    assert [(folder / path).read_text() for path in ("train.py", ".ci/run")] == [newer["train.py"], newer[".ci/run"]]
     assert os.access(folder / ".ci" / "run", os.X_OK)
-    assert (folder / "tests" / "test_task.py").read_text() == newer["tests/test_task.py"] + "\n# mine\n"
+    assert (folder / tests).read_text() == newer[tests] + "\n# mine\n"
 
-    assert typed(monkeypatch, "update") == 0
-    again = capsys.readouterr()
-    assert "you have changed: tests/test_task.py" in again.err
-    assert "train.py" not in again.out, "it already is as it would be written"
-    assert typed(monkeypatch, "update --done") == 0
-    capsys.readouterr()
-    assert typed(monkeypatch, "update") == 0
-    assert capsys.readouterr().err == f"evenkeel: {__version__} to {__version__}: nothing has changed\n"
+    code, diff, err = typed("update")
+    assert code == 0
+    assert f"you have changed: {tests}" in err
+    assert "train.py" not in diff, "it already is as it would be written"
+    assert typed("update --done")[0] == 0
+    assert typed("update")[::2] == (0, f"evenkeel: {__version__} to {__version__}: nothing has changed\n")
 
 
 @needs.tools("git")
-def test_the_control_where_the_user_has_changed_the_same_line_git_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_control_where_the_user_has_changed_the_same_line_git_says_so(folder: Path) -> None:
     newer = render(answers())["train.py"]
     as_an_older_version_wrote(folder, "train.py", newer.replace("clip_norm", "clip"))
     mine = newer.replace("clip_norm", "mine")
     (folder / "train.py").write_text(mine)
-    assert typed(monkeypatch, "update") == 0
-    assert git_apply(folder, capsys.readouterr().out) == 1
+    code, diff, _ = typed("update")
+    assert code == 0
+    assert git_apply(folder, diff) == 1
     assert (folder / "train.py").read_text() == mine
 
     (folder / "train.py").unlink()
-    assert typed(monkeypatch, "update") == 0
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.endswith("you have deleted, left out: train.py\n")
+    code, out, err = typed("update")
+    assert (code, out) == (0, "")
+    assert err.endswith("you have deleted, left out: train.py\n")
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"files": 3}', '{"name": "x"}'])
-def test_a_damaged_record_is_refused(
-    damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_record_is_refused(damage: str, folder: Path) -> None:
     (folder / RECORD).write_text(damage)
-    assert typed(monkeypatch, "update") == 2
-    assert capsys.readouterr().err == f"evenkeel: {RECORD}: is damaged; take it from an earlier commit\n"
+    assert typed("update") == (2, "", f"evenkeel: {RECORD}: is damaged; take it from an earlier commit\n")
     (folder / RECORD).unlink()
-    assert typed(monkeypatch, "update") == 2
     said = f"evenkeel: no {RECORD} here: run this in the folder that `evenkeel new` wrote\n"
-    assert capsys.readouterr().err == said
-
-
-def test_every_template_is_used() -> None:
-    used = {project._template(path, task) for path in project.FILES for task in TASKS}
-    assert {path for path in project.TEMPLATES.iterdir() if path.exists()} == {path for path in used if path.exists()}
+    assert typed("update") == (2, "", said)

@@ -1,7 +1,5 @@
 """`evenkeel plan` of data that has no number of samples; of other data `tests/processes/test_cut.py` starts it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,18 +16,9 @@ def test_the_plan_of_a_stream_has_no_epochs(tmp_path: Path, capsys: pytest.Captu
     options = ["--max-steps", "5", "--batch-size", "12", "--micro-batch", "4", "--run-dir", str(tmp_path / "run")]
     assert PlanCommand(world_size=2)(["--task", task, *options]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith(
-        "a stream (6 substreams, 2 samples at a time), global batch 12, micro-batch 4: 5 steps; up to 3"
-    )
+    told = "a stream (6 substreams, 2 samples at a time), global batch 12, micro-batch 4: 5 steps; up to 3"
+    assert first.startswith(told)
     assert others == ["every step, 12 samples:", "  rank 0: 8 samples as 4 + 4", "  rank 1: 4 samples"]
-
-
-def test_the_plan_tells_of_a_second_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And of a loss that is a mean over micro-batches it does not."""
-    task = f"{ROOT / 'tests' / 'support' / 'whole_batch_task.py'}"
-    for name, told in (("Contrast", True), ("Gathered", False)):
-        assert PlanCommand()(["--task", f"{task}:{name}", "--run-dir", str(tmp_path / "run")]) == 0
-        assert ("each micro-batch is embedded twice: " in capsys.readouterr().out) == told
 
 
 def test_the_plan_has_the_shares_that_are_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +27,14 @@ def test_the_plan_has_the_shares_that_are_typed(tmp_path: Path, capsys: pytest.C
     assert PlanCommand(world_size=2)(["--task", task, *options]) == 0
     full = capsys.readouterr().out.splitlines()[2:5]
     assert full == ["every full step, 12 samples:", "  rank 0: 9 samples as 3 + 3 + 3", "  rank 1: 3 samples"]
+
+
+def test_the_plan_tells_of_a_second_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And of a loss that is a mean over micro-batches it does not."""
+    task = f"{ROOT / 'tests' / 'support' / 'whole_batch_task.py'}"
+    for name, told in (("Contrast", True), ("Gathered", False)):
+        assert PlanCommand()(["--task", f"{task}:{name}", "--run-dir", str(tmp_path / "run")]) == 0
+        assert ("each micro-batch is embedded twice: " in capsys.readouterr().out) == told
 
 
 @needs.sharding
@@ -50,9 +47,8 @@ def test_the_plan_says_how_shard_on_divides_the_state(tmp_path: Path, capsys: py
     block = sum(it.numel() for it in model.blocks[0].parameters()) * 4 / 1e6  # type: ignore[index,union-attr]
     assert PlanCommand(world_size=3)([*options, "--optimizer", "adamw"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
-    assert line.startswith(
-        f"--shard on, each rank: weights {rows:.2f} MB, gradients {rows:.2f} MB, optimizer state {2 * rows:.2f}"
-    )
+    told = f"--shard on, each rank: weights {rows:.2f} MB, gradients {rows:.2f} MB, optimizer state {2 * rows:.2f}"
+    assert line.startswith(told)
     assert f"the largest block gathered {block:.2f} MB;" in line
     assert "average" not in line
     assert PlanCommand(world_size=3)([*options, "--ema", "0.9", "--optimizer", "sgd", "--momentum", "0"]) == 0

@@ -1,7 +1,5 @@
 """What `predict` refuses before it imports torch, and the columns that it writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Merging traces: names, clocks, and what is no trace of ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 
 from evenkeel.cli.profile import ProfileCommand, merged
-from evenkeel.common.errors import Refusal
+from tests.support.raised import refusal_of
 
 
 def trace(rank: int, host: str, ahead_ns: int = 0, session: int = 7) -> dict[str, Any]:
@@ -49,11 +47,8 @@ def test_what_is_missing_or_old_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"evenkeel": 3}', '{"traceEvents": []}'])
 def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="no traces there; make some"):
-        ProfileCommand(tmp_path)()
+    assert "no traces there; make some" in refusal_of(ProfileCommand(tmp_path))
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "rank-0.json").write_text(content)
-    with pytest.raises(Refusal, match="not a trace of"):
-        ProfileCommand(tmp_path)()
-    with pytest.raises(Refusal, match="exists already"):
-        ProfileCommand(tmp_path, tmp_path / "profile" / "rank-0.json")()
+    assert "not a trace of" in refusal_of(ProfileCommand(tmp_path))
+    assert "exists already" in refusal_of(ProfileCommand(tmp_path, tmp_path / "profile" / "rank-0.json"))

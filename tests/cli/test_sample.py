@@ -1,7 +1,5 @@
 """`evenkeel sample` with a task of one's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.processes import TRAIN, evenkeel, run_forked

@@ -1,7 +1,5 @@
 """Tables and predictions of `scaling`, from numbers whose answer is known; and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from evenkeel.cli.scaling.analysis import Sample, exposed, middle, predicted, se
 from evenkeel.cli.scaling.command import ScalingCommand
 from evenkeel.cli.scaling.plot import draw
 from evenkeel.common.errors import Refusal
+from tests.support.raised import refusal_of
 
 
 def amdahl(n: int, s: float) -> Sample:
@@ -83,6 +82,12 @@ def test_what_cannot_be_measured_is_refused(options: dict[str, Any], words: list
         ScalingCommand(**({"gpus": "1,2"} | options))(words)
 
 
+def test_without_matplotlib_a_plot_is_refused_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    said = refusal_of(ScalingCommand("1,2", output=tmp_path / "plot.svg"), [])
+    assert "plot.svg: matplotlib is not installed: pip install matplotlib" in said
+
+
 def test_the_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     tables = {
@@ -91,9 +96,3 @@ def test_the_plot_is_written(tmp_path: Path) -> None:
     }
     draw(tables, tmp_path / "plot.svg")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
-
-
-def test_without_matplotlib_a_plot_is_refused_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    with pytest.raises(Refusal, match=r"plot.svg: matplotlib is not installed: pip install matplotlib"):
-        ScalingCommand("1,2", output=tmp_path / "plot.svg")([])

@@ -1,7 +1,5 @@
 """`python -m evenkeel status` of what runs have left; of runs at work see tests/processes/test_status.py."""
 
-from __future__ import annotations
-
 import io
 import json
 import random
@@ -24,6 +22,7 @@ from tests.support.damage import leave_damaged
 from tests.support.processes import EVENKEEL, evenkeel, read, run
 from tests.support.small_runs import OLD_RUNS, TASK, options, the_line
 from tests.support.terminal import Terminal
+from tests.support.typed import typed
 
 LONG = 10_000  # steps, so that a run outlives its tests
 NO_SLURM = {"PATH": str(Path(sys.executable).parent)}
@@ -32,8 +31,7 @@ STATUS = [*EVENKEEL, "status"]
 
 def facts(*arguments: object) -> dict[str, dict[str, Any]]:
     """Folder's name -> what --json says of its run."""
-    listed = json.loads(evenkeel("status", *arguments, "--json").stdout)
-    return {Path(it["run"]).name: it for it in listed}
+    return {Path(it["run"]).name: it for it in json.loads(typed("status", *arguments, "--json")[1])}
 
 
 def endless(run_dir: Path) -> list[str]:
@@ -112,11 +110,8 @@ def test_files_that_are_none_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path / "cut.old-20260102-030405")  # moved aside by --fresh
     (link := tmp_path / "link").symlink_to(tmp_path)
     found = facts(tmp_path, link)
-    assert {name: it["state"] for name, it in found.items()} == {
-        "cut": "unknown",
-        "list": "unknown",
-        "torn": "finished",
-    }
+    states = {name: it["state"] for name, it in found.items()}
+    assert states == {"cut": "unknown", "list": "unknown", "torn": "finished"}
     assert found["cut"]["why"].startswith("status.json cannot be read: ")
 
 
@@ -152,17 +147,16 @@ def test_a_folder_that_grows_while_it_is_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("words", "line"),
     [
-        (["missing"], "missing: no such folder; name run directories, or folders with runs below"),
-        (["Makefile"], "Makefile: no such folder; name run directories, or folders with runs below"),
-        (["docs", "--watch", "--json"], "--watch --json: a table for people, or JSON for programs; choose one"),
-        (["docs", "--", "--lr", "1"], "-- --lr 1: `status` takes no options of train.py; leave them out"),
+        ("missing", "missing: no such folder; name run directories, or folders with runs below"),
+        ("Makefile", "Makefile: no such folder; name run directories, or folders with runs below"),
+        ("docs --watch --json", "--watch --json: a table for people, or JSON for programs; choose one"),
+        ("docs -- --lr 1", "-- --lr 1: `status` takes no options of train.py; leave them out"),
     ],
 )
-def test_refusals(arguments: list[str], line: str) -> None:
-    done = evenkeel("status", *arguments, expect=2)
-    assert (done.stdout, done.stderr) == ("", f"evenkeel: {line}\n")
+def test_refusals(words: str, line: str) -> None:
+    assert typed("status", words) == (2, "", f"evenkeel: {line}\n")
 
 
 @pytest.mark.parametrize("words", ["status RUN", "compare RUN RUN", "checkpoint list RUN"])

@@ -1,7 +1,5 @@
 """What `sweep` refuses, how runs are named and typed, and its table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,8 @@ from typing import Any
 import pytest
 
 from evenkeel.cli.sweep import Setting, SweepCommand, name_of, read, table
-from evenkeel.common.errors import Refusal
 from tests.support.processes import TRAIN
+from tests.support.raised import refusal_of
 
 
 @pytest.mark.parametrize(
@@ -30,10 +28,7 @@ from tests.support.processes import TRAIN
 )
 def test_what_a_file_may_not_have_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     (file := tmp_path / "sweep.toml").write_text(text)
-    with pytest.raises(Refusal) as refused:
-        SweepCommand(file, run_dir=tmp_path / "runs", script=Path(TRAIN))()
-    assert expected in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert expected in refusal_of(SweepCommand(file, run_dir=tmp_path / "runs", script=Path(TRAIN)))
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,7 +1,5 @@
 """What other people have named acts on nobody's terminal."""
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

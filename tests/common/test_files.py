@@ -1,7 +1,5 @@
 """Locks, and lines that are whole. Atomic writes: tests/run/test_run_directory.py."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

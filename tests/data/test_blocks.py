@@ -1,7 +1,5 @@
 """The order in blocks: a permutation, near where it should be, and the same through stops and other world sizes."""
 
-from __future__ import annotations
-
 import doctest
 from collections.abc import Iterator
 from functools import partial
@@ -15,13 +13,14 @@ from hypothesis import strategies as st
 
 from evenkeel.common.errors import Refusal
 from evenkeel.data import blocks as blocks_module
+from evenkeel.data import order as order_module
 from evenkeel.data import plan as plan_module
 from evenkeel.data import sampler as sampler_module
 from evenkeel.data.blocks import Blocks, blocks_of
 from evenkeel.data.dataset import Limited, limited, split
 from evenkeel.data.order import order_name
-from evenkeel.data.sampler import ElasticSampler, by_step
-from tests.data.test_loader import NONE, Batches, Job, Schedule, damage, jobs, patient, schedules
+from evenkeel.data.sampler import ElasticSampler
+from tests.data.test_loader import NONE, Batches, Job, Schedule, damage, dealt, jobs, patient, schedules
 
 
 class Blocked:
@@ -66,11 +65,7 @@ def test_stops_and_resizes_leave_no_trace(job: Job, schedule: Schedule, block: i
         full, rest = divmod(job.samples, block)
         dataset = Blocked([block] * full + [rest], window)
         make = partial(ElasticSampler, dataset, job.global_batch, job.micro_batch, seed=job.seed)
-        samplers = [make(num_replicas=world_size, rank=rank) for rank in range(world_size)]
-        for sampler in samplers:
-            sampler.set_epoch(epoch, first_step)
-        for ranks in zip(*(by_step(sampler, sampler) for sampler in samplers), strict=True):
-            yield [list(batch) for _, _, batches in ranks for batch in batches]
+        return dealt([make(num_replicas=world_size, rank=rank) for rank in range(world_size)], epoch, first_step)
 
     assert damage(deal, job, schedule) == NONE
 
@@ -92,7 +87,6 @@ def test_blocks_come_in_all_orders_and_windows_in_all_of_theirs() -> None:
 def test_a_subset_in_order_keeps_its_blocks() -> None:
     base = Blocked([4, 3, 5], window=2)
     found = blocks_of(Limited(base, [0, 3, 4, 11]))
-    assert found is not None
     assert found.lengths.tolist() == [2, 1, 1]
     assert sorted(order(found)) == [0, 1, 2, 3]
     assert blocks_of(Limited(base, [3, 0])) is None, "its own order is meant"
@@ -114,7 +108,7 @@ def test_other_data_sets_keep_the_usual_order() -> None:
     assert [*chain(*in_turn)] == list(range(24))
 
 
-@pytest.mark.parametrize("module", [blocks_module, plan_module, sampler_module])
+@pytest.mark.parametrize("module", [blocks_module, order_module, plan_module, sampler_module])
 def test_the_examples_in_docstrings(module: Any) -> None:
     results = doctest.testmod(module, extraglobs={"np": np})
     assert results.attempted >= 2

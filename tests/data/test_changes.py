@@ -1,7 +1,5 @@
 """Data that changes while the job runs: which changes are found, and what is none."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import deque

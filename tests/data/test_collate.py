@@ -1,7 +1,5 @@
 """A task's own collate function where samples are fetched: on what it is called, and with which random numbers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Sequence
@@ -46,9 +44,8 @@ def own(samples: list[Any]) -> dict[str, Any]:
 
 
 def fetched(dataset: Any, numbers: Sequence[int] = (1, 4), epoch: int = 0, start: int = 0) -> Any:
-    return Seeded(Collated(dataset, own), 7, "train").__getitems__(
-        Indices(numbers, epoch, MicroBatch(0, 0, start, len(numbers)))
-    )
+    place = MicroBatch(0, 0, start, len(numbers))
+    return Seeded(Collated(dataset, own), 7, "train").__getitems__(Indices(numbers, epoch, place))
 
 
 @pytest.mark.parametrize(
@@ -70,15 +67,6 @@ def test_it_is_given_a_list_of_samples_whatever_the_data_is(dataset: Any) -> Non
     assert [torch.as_tensor(it[0] if isinstance(it, tuple) else it).tolist() for it in samples] == [[2, 3], [8, 9]]
 
 
-def test_a_batch_that_the_data_set_makes_is_left_alone() -> None:
-    class Whole(InMemory):
-        def __getitems__(self, indices: list[int]) -> Any:
-            return ("a batch of", len(indices))
-
-    assert fetched(Itself(lambda numbers: ROWS[list(numbers)])).tolist() == [[2, 3], [8, 9]]
-    assert fetched(Whole(ROWS)) == ("a batch of", 2), "somebody's own method, although the class has another"
-
-
 def test_its_random_numbers_are_those_of_the_place_and_not_of_who_has_drawn_before() -> None:
     first = fetched(ROWS)["dice"]
     torch.rand(100)
@@ -95,11 +83,19 @@ def test_all_else_is_the_data_sets_own() -> None:
     dataset = Collated(Itself(list), own)
     assert (len(dataset), dataset[1].tolist()) == (6, [2, 3])
     blocks = blocks_of(dataset)
-    assert blocks
     assert blocks.lengths.tolist() == [3, 3]
     assert not hasattr(dataset, "first_samples")
     for copied in (copy.copy(dataset), pickle.loads(pickle.dumps(Collated(ROWS, own)))):
         assert copied.collate is own
+
+
+def test_a_batch_that_the_data_set_makes_is_left_alone() -> None:
+    class Whole(InMemory):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return ("a batch of", len(indices))
+
+    assert fetched(Itself(lambda numbers: ROWS[list(numbers)])).tolist() == [[2, 3], [8, 9]]
+    assert fetched(Whole(ROWS)) == ("a batch of", 2), "somebody's own method, although the class has another"
 
 
 def test_a_stream_is_collated_and_its_first_samples_are() -> None:

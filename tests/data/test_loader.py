@@ -1,7 +1,5 @@
 """No sample skipped, none seen twice, whatever the ranks do: the sampler, and the batches behind it."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
@@ -9,7 +7,6 @@ import time
 import tracemalloc
 from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -39,13 +36,11 @@ from evenkeel.data.loader import Seeded, loader
 from evenkeel.data.plan import ENDLESS, MicroBatch
 from evenkeel.data.sampler import ElasticSampler, Indices, by_step
 from evenkeel.data.shuffle import shuffled
+from tests.distributed.test_transfer import Both
 from tests.support.processes import LIMIT
 
 CPU = torch.device("cpu")
 patient = settings(deadline=None)  # a busy machine is no failure
-
-
-# ------------------------------------------------------------------------------------- the property, for any sampler
 
 
 class Job(NamedTuple):
@@ -133,11 +128,12 @@ def jobs(draw: st.DrawFn) -> Job:
 schedules = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5)
 
 
-# ----------------------------------------------------------------------------------------------------- three samplers
-
-
 def evenkeel(job: Job, world_size: int, epoch: int, first_step: int) -> Iterator[Batches]:
-    samplers = [elastic(job, world_size, rank) for rank in range(world_size)]
+    return dealt([elastic(job, world_size, rank) for rank in range(world_size)], epoch, first_step)
+
+
+def dealt(samplers: Sequence[ElasticSampler], epoch: int, first_step: int) -> Iterator[Batches]:
+    """What these samplers, one a rank, give from a step on."""
     for sampler in samplers:
         sampler.set_epoch(epoch, first_step)
     for ranks in zip(*(by_step(sampler, sampler) for sampler in samplers), strict=True):
@@ -170,9 +166,8 @@ def torch_skipping(job: Job, world_size: int, epoch: int, first_step: int) -> It
 
 def torch_skipping_samples(job: Job, world_size: int, epoch: int, first_step: int) -> Iterator[Batches]:
     """The same by a careful user, who divides the global batch by the world size."""
-    return torch_skipping(
-        job._replace(micro_batch=max(1, job.global_batch // world_size)), world_size, epoch, first_step
-    )
+    job = job._replace(micro_batch=max(1, job.global_batch // world_size))
+    return torch_skipping(job, world_size, epoch, first_step)
 
 
 def in_batches(samples: list[int], size: int) -> Batches:
@@ -189,9 +184,6 @@ def elastic(job: Job, world_size: int = 1, rank: int = 0, *, shuffle: bool = Tru
         shuffle=shuffle,
         seed=job.seed,
     )
-
-
-# -------------------------------------------------------------------------------------- who keeps the property, or not
 
 
 @patient
@@ -227,7 +219,7 @@ def test_a_single_rank_follows_the_order_of_the_epoch(job: Job) -> None:
         (torch_skipping_samples, 1000, [(4, 5), (3, 10**9)], 0, 7),
     ],
 )
-def test_control_the_samplers_of_torch_skip_and_repeat(
+def test_control_torchs_samplers_fail(
     deal: Deal, samples: int, schedule: Schedule, skipped: int, repeated: int
 ) -> None:
     assert damage(deal, THOUSAND._replace(samples=samples), schedule)[:2] == (skipped, repeated)
@@ -249,9 +241,6 @@ def test_control_the_property_finds_a_counterexample_to_the_samplers_of_torch(de
 
     assert damage(deal, job, ALONE)[:2] == (0, 0)  # undisturbed on one rank, nothing is wrong with it
     assert damage(evenkeel, job, schedule) == NONE
-
-
-# ----------------------------------------------------------------------------------------------------- ElasticSampler
 
 
 def test_seed_and_epoch_decide_the_order_and_shuffling_can_be_off() -> None:
@@ -276,22 +265,13 @@ def test_len_is_the_number_of_batches_that_are_left(job: Job, world_size: int, d
     assert len(sampler) == len(list(sampler))
 
 
-class Untouched:
-    """A data set whose samples nobody may fetch."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-
 def test_a_resume_in_a_billion_samples_looks_at_one_block_only() -> None:
     samples, global_batch = 10**9, 4096
     last = samples // global_batch
     tracemalloc.start()
     try:
-        sampler = ElasticSampler(Untouched(samples), global_batch, 64, num_replicas=8, rank=7)
+        untouched: Any = type("Untouched", (), {"__len__": lambda _: samples})()  # whose samples nobody can fetch
+        sampler = ElasticSampler(untouched, global_batch, 64, num_replicas=8, rank=7)
         sampler.set_epoch(89, first_step=last)
         step, mine, _ = next(by_step(sampler, sampler))
         first = next(iter(sampler))
@@ -302,9 +282,6 @@ def test_a_resume_in_a_billion_samples_looks_at_one_block_only() -> None:
     assert len(mine) == 5  # of the 40 in the last step, which has 2,560 samples
     assert first.micro_batch == MicroBatch(step, id=35, start=last * global_batch + 35 * 64, size=64)
     assert peak < 1_000_000
-
-
-# ------------------------------------------------------------------------------------------------------------ by_step
 
 
 @pytest.mark.parametrize(
@@ -326,13 +303,10 @@ def test_by_step_gives_every_step_also_to_a_rank_that_has_nothing_to_do_in_it(
 
 
 def test_an_idle_rank_does_not_search_an_endless_stream_for_its_first_micro_batch() -> None:
-    data = Untouched(ENDLESS)
+    data: Any = range(ENDLESS)
     sampler = ElasticSampler(data, 8, 4, num_replicas=3, rank=2)
     found = [*islice(by_step(loader(data, sampler, "train", 1, CPU), sampler), 3)]
     assert [(step, mine, [*batches]) for step, mine, batches in found] == [(0, [], []), (1, [], []), (2, [], [])]
-
-
-# ------------------------------------------------------------------------------------------------- random numbers
 
 
 class Augmenting(Dataset[Any]):
@@ -532,9 +506,6 @@ def test_augmentation_of_whole_micro_batches_is_the_same_at_any_world_size_and_d
     assert len({noise[0] for noise in epoch(1).values()}) == len(epoch(1)) == 8
 
 
-# ----------------------------------------------------------------------------------------------------------- batches
-
-
 class Ragged(Dataset[Any]):
     """Samples of many lengths, of which only the data set itself makes a batch; it keeps what it was asked for."""
 
@@ -657,12 +628,6 @@ def test_an_error_that_would_end_a_loop_or_a_loader_process_is_told_in_a_line(er
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-@dataclass(frozen=True)
-class Both:
-    left: torch.Tensor
-    name: str
-
-
 def test_to_device_moves_the_tensors_of_nested_batches() -> None:
     meta, zeros = torch.device("meta"), torch.zeros(2)
     batch = UserDict(
@@ -677,27 +642,20 @@ def test_to_device_moves_the_tensors_of_nested_batches() -> None:
     kinds = [type(moved), type(pair), type(more), type(more[1]), type(both), type(order)]
     assert kinds == [UserDict, Pair, tuple, list, Both, OrderedDict]
     assert (more[1][1:], more[2], both.name) == (["name", 3], None, "name")
-    tensors = [pair.left, pair.right["deep"], more[0], more[1][0], both.left, order["x"], packed.data]
+    tensors = [pair.left, pair.right["deep"], more[0], more[1][0], both.image, order["x"], packed.data]
     assert {tensor.device for tensor in tensors} == {meta}
     assert packed.batch_sizes.device == CPU, "it must stay on the host"
     assert batch["more"][0] is zeros
     assert to_device(zeros, meta).device == meta
 
 
-class Nested(Dataset[Any]):
-    """What real data sets return: everything that torch can collate."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"pair": Pair(torch.full((2,), index), float(index)), "nested": (index, (index, "text"))}
+NESTED = [{"pair": Pair(torch.full((2,), i), float(i)), "nested": (i, (i, "text"))} for i in range(6)]
+"""What real data sets return: everything that torch can collate."""
 
 
 def test_a_loader_collates_what_torch_collates() -> None:
     sampler = elastic(Job(samples=6, global_batch=6, micro_batch=3), shuffle=False)
-    batches = list(loader(Nested(), sampler, "train", 0, CPU))
-    plain = list(DataLoader(Nested(), batch_size=3))
-    assert str(batches) == str(plain)
+    batches = list(loader(NESTED, sampler, "train", 0, CPU))
+    assert str(batches) == str(list(DataLoader(NESTED, batch_size=3)))
     assert type(batches[0]["pair"]) is Pair
     assert to_device(batches[0], torch.device("meta"))["nested"][1][0].device.type == "meta"

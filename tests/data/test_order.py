@@ -1,8 +1,5 @@
 """A task's own order: what is drawn, what is listed, and that positions are dealt as those of the usual order."""
 
-from __future__ import annotations
-
-import doctest
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, WeightedRandomSampler
 
-import evenkeel.data.order as order_module
 from evenkeel.cli.plan import PlanCommand
 from evenkeel.common.errors import EndedHere, Refusal
 from evenkeel.config import Config
@@ -30,12 +26,12 @@ from evenkeel.data.sampler import ElasticSampler, Indices, by_step
 from evenkeel.data.streams import Numbered, Streams
 from evenkeel.tasks import balanced, buckets
 from evenkeel.training.task_data import training_set
+from tests.data.test_loader import dealt, patient
 from tests.support.processes import ROOT
 from tests.support.readme import blocks
 from tests.support.recording_task import Recorded
 
 CPU = torch.device("cpu")
-patient = settings(deadline=None)
 
 
 def none(*_epoch: int) -> None:
@@ -53,9 +49,6 @@ def weighted(weights: Any, size: int | None = None) -> Any:
 
 def drawn(draws: Draws, count: int, epoch: int = 0, seed: int = 0) -> Any:
     return draws.shuffled(np.arange(count, dtype=np.uint64), seed, epoch)
-
-
-# ----------------------------------------------------------------------------------------------------------- weights
 
 
 def chi_square(counts: Any, expected: Any) -> float:
@@ -86,6 +79,12 @@ def test_samples_are_drawn_in_proportion_to_their_weights_and_independently() ->
             assert abs(chi_square(pairs, both)) < 4, f"positions {apart} apart"
 
 
+def test_the_largest_uniform_number_is_below_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenkeel.data.order.mixed", lambda positions, _: np.full_like(positions, 2**64 - 1))
+    for total in (1.0, 3.0, 0.1, 1e300, 5e-324, math.nextafter(1, 2)):
+        assert drawn(Draws(np.array([total, 0.0])), 3).tolist() == [0, 0, 0]
+
+
 def test_the_control_other_ways_to_draw_are_found() -> None:
     size, expected = len(WEIGHTS), DRAWS * WEIGHTS / WEIGHTS.sum()
     ends = WEIGHTS.cumsum()
@@ -107,12 +106,6 @@ def test_the_control_other_ways_to_draw_are_found() -> None:
 def test_what_has_no_weight_is_never_drawn_whatever_the_weights(weights: list[float], seed: int) -> None:
     found = drawn(Draws(np.array(weights)), 200, seed=seed)
     assert all(weights[int(number)] > 0 for number in found)
-
-
-def test_the_largest_uniform_number_is_below_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenkeel.data.order.mixed", lambda positions, _: np.full_like(positions, 2**64 - 1))
-    for total in (1.0, 3.0, 0.1, 1e300, 5e-324, math.nextafter(1, 2)):
-        assert drawn(Draws(np.array([total, 0.0])), 3).tolist() == [0, 0, 0]
 
 
 def test_torchs_sampler_repeats_its_draws_after_a_resume_and_ours_goes_on() -> None:
@@ -145,9 +138,6 @@ def test_balanced_weights_draw_every_class_equally_often() -> None:
     assert plain["rare"] < 200, "the control: without weights the rare class is rare"
 
 
-# ------------------------------------------------------------------------------------------------- dealing positions
-
-
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[Any, int, int, bool, int]:
     """(data set with an order, global batch, micro-batch, drop_last, seed)."""
@@ -177,25 +167,10 @@ def test_stops_and_resizes_leave_no_trace(job: tuple[Any, int, int, bool, int], 
                 ElasticSampler(dataset, batch, micro, num_replicas=ranks, rank=rank, seed=seed, drop_last=drop_last)
                 for rank in range(ranks)
             ]
-            for sampler in samplers:
-                sampler.set_epoch(epoch, len(done))
-            together = zip(*(by_step(sampler, sampler) for sampler in samplers), strict=True)
-            for parts in islice(together, at_most):
-                done.append([sample for part in parts for micro_batch in part.batches for sample in micro_batch])
+            done += [[*chain(*step)] for step in islice(dealt(samplers, epoch, len(done)), at_most)]
         everything = order_of(dataset).shuffled(np.arange(length, dtype=np.uint64), seed, epoch).tolist()
         assert [len(step) for step in done[:-1]] == [batch] * (len(done) - 1)
         assert list(chain.from_iterable(done)) == everything[: steps * batch if drop_last else length]
-
-
-def test_with_drop_last_the_usual_order_leaves_other_samples_out_in_each_epoch() -> None:
-    sampler = ElasticSampler(range(10), 4, 2, num_replicas=1, rank=0, drop_last=True)
-    left = []
-    for epoch in range(20):
-        sampler.set_epoch(epoch)
-        seen = [sample for micro in sampler for sample in micro]
-        assert len(seen) == len(set(seen)) == 8
-        left.append(frozenset(range(10)) - set(seen))
-    assert len(set(left)) > 10
 
 
 def test_the_plan_knows_what_is_left_out() -> None:
@@ -209,7 +184,15 @@ def test_the_plan_knows_what_is_left_out() -> None:
     assert (whole.samples, whole.steps_per_epoch, whole.left_out) == (101, 9, 0)
 
 
-# ------------------------------------------------------------------------------------------------------ order(epoch)
+def test_with_drop_last_the_usual_order_leaves_other_samples_out_in_each_epoch() -> None:
+    sampler = ElasticSampler(range(10), 4, 2, num_replicas=1, rank=0, drop_last=True)
+    left = []
+    for epoch in range(20):
+        sampler.set_epoch(epoch)
+        seen = [sample for micro in sampler for sample in micro]
+        assert len(seen) == len(set(seen)) == 8
+        left.append(frozenset(range(10)) - set(seen))
+    assert len(set(left)) > 10
 
 
 def test_order_is_asked_with_seeded_generators_which_keep_their_state() -> None:
@@ -292,15 +275,11 @@ def test_a_stream_has_its_own_order(wish: dict[str, Any]) -> None:
         ordered(stream, len(stream), None, methods["weights"], methods["order"], 0)
 
 
-# ------------------------------------------------------------------------------- a part of the data: --limit, --valid
-
-
 def test_numbers_mean_the_data_set_that_the_task_has_returned_whatever_is_left_of_it() -> None:
     whole = Subset(range(1000), range(100, 200))
     train, _ = split(whole, 0.2, seed=4)
     left = limited(train, 30)
     chosen = chosen_of(whole, left)
-    assert chosen is not None
     assert [left[i] for i in range(30)] == [whole[number] for number in chosen], "the control"
     weights = np.zeros(100)
     weights[chosen[7]], weights[next(iter(set(range(100)) - set(chosen)))] = 1, 50
@@ -344,9 +323,6 @@ def test_an_order_of_which_nothing_or_another_length_is_left_is_refused() -> Non
         listed.digest(2)
 
 
-# ----------------------------------------------------------------------------------------------------------- buckets
-
-
 @patient
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=300), st.integers(1, 9))
 def test_buckets_have_every_sample_once_and_only_the_last_group_is_smaller(lengths: list[int], size: int) -> None:
@@ -371,9 +347,6 @@ def test_samples_of_like_length_stand_together_and_groups_change_with_the_epoch(
     assert not groups[0] & groups[1]
     heads = lengths[first][: 5003 // size * size].reshape(-1, size).mean(1)
     assert abs(np.corrcoef(heads[:-1], heads[1:])[0, 1]) < 0.2, "the groups are shuffled"
-
-
-# ------------------------------------------------------------------------------------- random numbers, and the epoch
 
 
 class Told(Dataset[Any]):
@@ -404,6 +377,16 @@ def test_a_sample_that_comes_twice_in_an_epoch_has_two_augmentations() -> None:
     assert noise(own, 1)[0] == noise(own, 0)[1], "a position's, wherever micro-batches are cut"
 
 
+def test_readers_that_share_a_data_set_each_tell_it_their_epoch() -> None:
+    """An evaluation of a part of the same data, or a look at its samples, between two steps of epoch 3."""
+    whole = Told()
+    train, test = Seeded(Subset(whole, range(8)), 0, "train"), Seeded(Subset(whole, [8, 9]), 0, "test")
+    for reader, epoch in ((train, 3), (test, 0), (train, 3), (train, 3)):
+        told = reader.__getitems__(Indices([0, 1], epoch, MicroBatch(0, 0, 0, 2)))[1]
+        assert told.tolist() == [epoch, epoch]
+    assert whole.epochs == [3, 0, 3]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_set_is_told_the_epoch_in_the_process_that_reads(workers: int) -> None:
     """Loader processes read the next epoch ahead of time, and subsets are seen through."""
@@ -419,21 +402,9 @@ def test_a_data_set_is_told_the_epoch_in_the_process_that_reads(workers: int) ->
     assert whole.epochs == ([] if workers else [0, 1, 2]), "once an epoch"
 
 
-def test_readers_that_share_a_data_set_each_tell_it_their_epoch() -> None:
-    """An evaluation of a part of the same data, or a look at its samples, between two steps of epoch 3."""
-    whole = Told()
-    train, test = Seeded(Subset(whole, range(8)), 0, "train"), Seeded(Subset(whole, [8, 9]), 0, "test")
-    for reader, epoch in ((train, 3), (test, 0), (train, 3), (train, 3)):
-        told = reader.__getitems__(Indices([0, 1], epoch, MicroBatch(0, 0, 0, 2)))[1]
-        assert told.tolist() == [epoch, epoch]
-    assert whole.epochs == [3, 0, 3]
-
-
 def test_a_tensor_data_set_is_fetched_whole_in_an_order_of_the_tasks_too() -> None:
-    tensors = TensorDataset(torch.arange(10))
-    (found,) = Seeded(Ordered(tensors, Draws(np.ones(10))), 0, "train").__getitems__(
-        Indices([3, 3], 0, MicroBatch(0, 0, 0, 2))
-    )
+    reader = Seeded(Ordered(TensorDataset(torch.arange(10)), Draws(np.ones(10))), 0, "train")
+    (found,) = reader.__getitems__(Indices([3, 3], 0, MicroBatch(0, 0, 0, 2)))
     assert found.tolist() == [3, 3]
 
 
@@ -456,15 +427,6 @@ def test_loader_processes_do_not_ask_for_an_epoch_after_the_last() -> None:
     assert max(asked) == 1
 
 
-# ------------------------------------------------------------------------------------------------------ what is said
-
-
-def test_the_examples_in_docstrings() -> None:
-    results = doctest.testmod(order_module)
-    assert results.attempted >= 3
-    assert not results.failed
-
-
 def test_the_example_of_the_page_draws_classes_equally_and_puts_like_lengths_together() -> None:
     class Mine(Recorded):
         labels, lengths = [0] * 95 + [1] * 6, np.arange(101) % 7
@@ -477,7 +439,6 @@ def test_the_example_of_the_page_draws_classes_equally_and_puts_like_lengths_tog
     assert isinstance(draws, Draws)
     counts = np.bincount(drawn(draws, 2000) >= 95)
     assert abs(chi_square(counts, [1000, 1000])) < 4
-    assert bucketed
     heads = bucketed.shuffled(np.arange(96, dtype=np.uint64), 0, 0).astype(int).reshape(6, 16) % 7
     assert all(len(set(group)) <= 3 for group in heads.tolist())
 

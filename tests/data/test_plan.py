@@ -1,17 +1,14 @@
 """Global batch -> micro-batches -> ranks, for sizes that nothing divides."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel.data.plan import ENDLESS, Assignment, Plan, assigned, contiguous_part
 from evenkeel.run.fingerprint import read_cut
-
-patient = settings(deadline=None)  # a busy machine is no failure
+from tests.data.test_loader import patient
 
 
 @st.composite
@@ -40,9 +37,7 @@ def test_the_epoch_is_told_as_far_as_it_is_true(samples: int, max_steps: int, to
 
 @patient
 @given(count=st.integers(0, 10_000), world_size=st.integers(1, 500))
-def test_shares_cover_everything_once_in_the_order_of_ranks_and_the_larger_come_first(
-    count: int, world_size: int
-) -> None:
+def test_shares_cover_all_once_in_the_order_of_ranks_and_the_larger_come_first(count: int, world_size: int) -> None:
     shares = [contiguous_part(count, rank, world_size) for rank in range(world_size)]
     assert [i for part in shares for i in part] == list(range(count))
     sizes = list(map(len, shares))
@@ -52,9 +47,7 @@ def test_shares_cover_everything_once_in_the_order_of_ranks_and_the_larger_come_
 
 @patient
 @given(count=st.integers(1, 1_000), world_size=st.integers(1, 100), how=st.sampled_from(["even", "dealt"]))
-def test_where_each_pass_is_a_collective_all_ranks_have_as_many_and_only_the_first_is_repeated(
-    count: int, world_size: int, how: Assignment
-) -> None:
+def test_where_each_pass_is_a_collective_all_ranks_have_as_many(count: int, world_size: int, how: Assignment) -> None:
     ranks = [list(assigned(count, rank, world_size, (), how)) for rank in range(world_size)]
     assert {len(ids) for ids in ranks} == {-(-count // world_size)}
     repeated = sum(map(len, ranks)) - count
@@ -79,9 +72,7 @@ def test_where_each_pass_is_a_collective_all_ranks_have_as_many_and_only_the_fir
         ),
     ],
 )
-def test_steps_in_numbers(
-    plan: Plan, steps_per_epoch: int, total_steps: int, last_step: int, max_world_size: int
-) -> None:
+def test_steps_counted(plan: Plan, steps_per_epoch: int, total_steps: int, last_step: int, max_world_size: int) -> None:
     found = (plan.steps_per_epoch, plan.total_steps, plan.step_samples(plan.total_steps - 1), plan.max_world_size)
     assert found == (steps_per_epoch, total_steps, last_step, max_world_size)
 
@@ -124,9 +115,7 @@ def test_micro_batches_cut_every_epoch_into_consecutive_positions(plan: Plan) ->
 
 @patient
 @given(plan=plans(), world_size=st.integers(1, 20), data=st.data())
-def test_micro_batches_do_not_depend_on_the_world_size_and_further_ranks_have_none(
-    plan: Plan, world_size: int, data: st.DataObject
-) -> None:
+def test_micro_batches_do_not_depend_on_the_world_size(plan: Plan, world_size: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, plan.total_steps - 1), label="step")
     dealt = [piece for rank in range(world_size) for piece in plan.micro_batches(step, rank, world_size)]
     assert dealt == plan.micro_batches(step)
@@ -138,9 +127,8 @@ def test_micro_batches_do_not_depend_on_the_world_size_and_further_ranks_have_no
 @patient
 @given(plan=plans())
 def test_a_cut_reads_as_the_option_that_makes_it(plan: Plan) -> None:
-    assert read_cut(plan.cut) == (
-        ("micro_batches", plan.full_count) if plan.full_count else ("micro_batch", plan.micro_batch)
-    )
+    option = ("micro_batches", plan.full_count) if plan.full_count else ("micro_batch", plan.micro_batch)
+    assert read_cut(plan.cut) == option
 
 
 @patient

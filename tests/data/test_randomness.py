@@ -1,7 +1,5 @@
 """Seeds that are functions of what they are for."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Shards: what is read is what was written, in any process; and what is wrong with a folder is told in a line."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -24,6 +22,7 @@ from evenkeel.common.errors import EndedByData, Refusal
 from evenkeel.data.shard_index import MANIFEST, read_index, write_index
 from evenkeel.data.shards import Shards
 from tests.support.damage import damaged, scratched
+from tests.support.raised import refusal_of
 from tests.support.shards import numbered, tars, write_lines, write_mds, write_tar
 
 
@@ -43,15 +42,13 @@ def as_list(samples: list[Any]) -> list[Any]:
 def test_tars(tmp_path: Path) -> None:
     write_index(tars(tmp_path, [30, 1, 20]))
     shards = Shards(tmp_path, {"bin": len}, block=8)
-    assert [shards[n] for n in range(len(shards))] == [
-        {"__key__": f"{n:05}", "cls": n, "seg.bin": n} for n in range(51)
-    ]
+    expected = [{"__key__": f"{n:05}", "cls": n, "seg.bin": n} for n in range(51)]
+    assert [shards[n] for n in range(len(shards))] == expected
     assert shards[-1]["cls"] == 50
     assert shards.order_blocks().lengths.tolist() == [8, 8, 8, 6, 1, 8, 8, 4]
     assert Shards(tmp_path, fields=["cls"])[7] == {"__key__": "00007", "cls": 7}
     assert Shards(tmp_path, {"cls": bytes}, ["cls"], lambda it: it["cls"])[7] == b"7"
-    with pytest.raises(Refusal, match=r"its samples have no png; they have cls, seg.bin"):
-        Shards(tmp_path, fields=["png"])
+    assert "its samples have no png; they have cls, seg.bin" in refusal_of(Shards, tmp_path, fields=["png"])
 
 
 def test_members_that_webdataset_leaves_out(tmp_path: Path) -> None:
@@ -86,6 +83,14 @@ def test_parquet_keeps_a_few_row_groups(tmp_path: Path) -> None:
     assert Shards(tmp_path, fields=["n"], transform=lambda it: it["n"])[29] == 29
 
 
+def test_columns_of_one_name_in_parquet_are_refused(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = [arrow.array([1, 2]), arrow.array([3, 4])]
+    parquet.write_table(arrow.Table.from_arrays(columns, names=["a", "a"]), tmp_path / "a.parquet")
+    said = refusal_of(write_index, tmp_path)
+    assert "a.parquet: two of its columns have the name 'a', and would be read as one" in said
+
+
 def test_mds(tmp_path: Path) -> None:
     columns = {"n": "int64", "name": "str", "image": "png"}
     rows = [{"n": struct.pack("<q", -n), "name": b"n" * n, "image": b"i" * (3 * n)} for n in range(9)]
@@ -97,8 +102,7 @@ def test_mds(tmp_path: Path) -> None:
     write_mds(tmp_path / "shard.00001.mds", columns | {"image": "pkl"}, rows[5:], 8)
     (tmp_path / "shard.00000.mds").unlink()
     write_index(tmp_path)
-    with pytest.raises(Refusal, match="image is encoded as pkl, which is not supported"):
-        Shards(tmp_path)
+    assert "image is encoded as pkl, which is not supported" in refusal_of(Shards, tmp_path)
     assert Shards(tmp_path, fields=["n"])[0] == {"n": -5}
 
 
@@ -176,10 +180,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_cannot_be_indexed_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
     harm, line = BROKEN[name]
     harm(tars(tmp_path, [10, 10]))
-    with pytest.raises(Refusal) as refused:
-        write_index(tmp_path)
-    assert line in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert line in refusal_of(write_index, tmp_path)
     assert not (tmp_path / MANIFEST).exists()
 
 
@@ -196,6 +197,10 @@ def mds(
     header, contents = json.dumps(about).encode(), b"".join(struct.pack("<Iq", size, 7) for size in heads)
     begin = 4 + 4 * len(offsets) + len(header)
     return struct.pack(f"<{1 + len(offsets)}I", samples, *(begin + at for at in offsets)) + header + contents
+
+
+LOOP = tarfile.TarInfo("loop")
+LOOP.size = -512
 
 
 @pytest.mark.parametrize(
@@ -221,13 +226,17 @@ def mds(
         (mds(names=["n", "\ud800"]), "damaged: 'utf-8' codec can't encode character '\\ud800'"),
         (mds(names=["n", "n"]), "two of its columns have the name 'n', and would be read as one; create it again"),
         (mds().replace(b'{"column_names"', b'["column_names"').replace(b"}", b"]"), "damaged: "),
+        # tarfile goes round and round in a negative size; some releases refuse it themselves, in other words
+        (tarfile.TarInfo("a").tobuf() + LOOP.tobuf(tarfile.GNU_FORMAT) + bytes(4096), "is truncated or damaged: "),
+        (b'{"a": 1}\n{"a": ', "is truncated or damaged"),
     ],
 )
-def test_mds_that_others_have_made_is_refused_in_a_line(tmp_path: Path, content: bytes, line: str) -> None:
-    (tmp_path / "a.mds").write_bytes(content)
-    with pytest.raises(Refusal, match=re.escape(line)) as refused:
-        write_index(tmp_path)
-    assert str(refused.value).startswith(f"{tmp_path / 'a.mds'}: ")
+def test_files_that_others_have_made_are_refused_in_a_line(tmp_path: Path, content: bytes, line: str) -> None:
+    name = "a.tar" if content[257:262] == b"ustar" else "a.jsonl" if content[:1] == b"{" else "a.mds"
+    (tmp_path / name).write_bytes(content)
+    said = refusal_of(write_index, tmp_path)
+    assert said.startswith(f"{tmp_path / name}: ")
+    assert line in said
 
 
 @pytest.mark.parametrize("heads", [(40, 0), (2**32 - 1, 0)])
@@ -237,18 +246,6 @@ def test_nothing_is_read_outside_a_sample(tmp_path: Path, heads: Sequence[int]) 
     with pytest.raises(EndedByData, match=r"a.mds: sample 0 .*: its columns have \d+ bytes, but the sample 12"):
         Shards(tmp_path)[0]
     assert Shards(tmp_path)[1] == {"n": 7, "t": ""}
-
-
-def test_columns_of_one_name_in_parquet_and_lines_that_are_cut_off_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": ')
-    with pytest.raises(Refusal, match=r"a.jsonl: is truncated or damaged"):
-        write_index(tmp_path)
-    (tmp_path / "a.jsonl").unlink()
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    columns = [arrow.array([1, 2]), arrow.array([3, 4])]
-    parquet.write_table(arrow.Table.from_arrays(columns, names=["a", "a"]), tmp_path / "a.parquet")
-    with pytest.raises(Refusal, match=r"a.parquet: two of its columns have the name 'a', and would be read as one"):
-        write_index(tmp_path)
 
 
 @pytest.mark.parametrize("text", [b'"\\ud800"', b'"x\\udC00y"', b'"\xed\xa0\x80"'])
@@ -262,15 +259,6 @@ def test_half_a_character_in_json_is_refused_with_its_place(tmp_path: Path, text
         Shards(tmp_path)[1]
     path.write_bytes(b'{"a": %s}\n' % text)
     with pytest.raises(Refusal, match=r"a.jsonl: is truncated or damaged: the line at byte 0: 'utf-8' codec can't"):
-        write_index(tmp_path)
-
-
-def test_a_tar_with_a_member_of_negative_size_is_refused(tmp_path: Path) -> None:
-    """tarfile goes round and round in it; some releases refuse it themselves, in other words."""
-    whole, loop = tarfile.TarInfo("a.txt"), tarfile.TarInfo("loop")
-    loop.size = -512
-    (tmp_path / "a.tar").write_bytes(whole.tobuf() + loop.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
-    with pytest.raises(Refusal, match=r"a.tar: is truncated or damaged: "):
         write_index(tmp_path)
 
 
@@ -328,8 +316,7 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path, harm: bytes) -> None:
     write_index(tars(tmp_path, [10]))
     (path,) = tmp_path.glob("*.npy")
     path.write_bytes(harm)
-    with pytest.raises(Refusal, match=r"shards.index.json: cannot be read"):
-        Shards(tmp_path)
+    assert "shards.index.json: cannot be read" in refusal_of(Shards, tmp_path)
 
 
 def in_a_line(folder: Path, act: Callable[..., Any], *arguments: Any) -> Any:

@@ -29,6 +29,7 @@ from evenkeel.data.order import order_name
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler
 from evenkeel.data.streams import Numbered, Streams, numbered
+from tests.support.raised import refusal_of
 from tests.support.streams_task import SOURCES, Number, Plain, Stateful, read_in_order, turn_of
 
 CONFIG = Config(max_steps=10, batch_size=12)
@@ -46,9 +47,7 @@ def streams(source: str = "plain", substreams: int = 6) -> Streams:
     wanted=st.lists(st.integers(0, 300), min_size=1, max_size=8),
     anew=st.booleans(),
 )
-def test_a_number_is_a_sample_however_it_is_read(
-    source: str, substreams: int, batch: int, wanted: list[int], anew: bool
-) -> None:
+def test_a_number_is_one_sample_always(source: str, substreams: int, batch: int, wanted: list[int], anew: bool) -> None:
     """In any order, by a process that has read others or none, with states that others have left."""
     expected = read_in_order(substreams, batch, 310)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +103,7 @@ def test_an_open_file_is_not_shared_with_loader_processes(tmp_path: Path) -> Non
     assert both != sorted([*range(200)] * 2), "each reads on where the other has come"
 
 
-def test_sources_that_seek_or_have_a_state_are_not_read_forward(
+def test_sources_that_seek_or_have_states_are_not_read_forward(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def cost(source: str, at: int) -> int:
@@ -240,9 +239,7 @@ class Reused(Stateful):
         return self.state
 
 
-def test_states_are_kept_of_a_stream_that_several_processes_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_states_are_kept_of_a_stream_of_several_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each takes every second micro-batch, shorter than what a state is checked by."""
     sides = [Numbered(Streams(Reused, 1, state_every=0), 8, 0, tmp_path) for _ in range(2)]
     for n in range(0, 800, 4):
@@ -288,6 +285,11 @@ def test_any_function_of_two_numbers_is_a_source(tmp_path: Path) -> None:
     data = Numbered(Streams(lambda k, turn: (tmp_path / "lines").open(), 1), 4)
     assert data.__getitems__([40, 41, 7]) == ["line 40\n", "line 41\n", "line 7\n"]
     assert Numbered(Streams(range, 1), 2)._substream(0).source(0, 3) == range(3)
+
+
+def test_what_is_no_training_and_no_stream_is_let_through() -> None:
+    assert len(numbered(Whole(), replace(CONFIG, max_steps=0, eval_only=True))) % 12 == 0
+    assert numbered(usual := [1, 2, 3], CONFIG) is usual
 
 
 class Sharded(IterableDataset[Number]):
@@ -460,14 +462,7 @@ STREAM = "train_dataset() returned a Whole, a stream, which has no epochs here; 
     ],
 )
 def test_what_has_no_number_of_samples_and_no_substreams_is_refused(make: Callable[[], Any], line: str) -> None:
-    with pytest.raises(Refusal) as refused:
-        make()
-    assert str(refused.value).removeprefix("Streams: ").startswith(line)
-
-
-def test_what_is_no_training_and_no_stream_is_let_through() -> None:
-    assert len(numbered(Whole(), replace(CONFIG, max_steps=0, eval_only=True))) % 12 == 0
-    assert numbered(usual := [1, 2, 3], CONFIG) is usual
+    assert refusal_of(make).removeprefix("Streams: ").startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -496,9 +491,8 @@ def test_substreams_that_unequal_shares_divide_are_told() -> None:
     plan = Plan(len(data), 24, 6, 1, 1000)
     assert data.shared(plan, 2, 0) == data.shared(plan, 2, 0, (2, 2)) == ""
     told = data.shared(plan, 2, 0, (3, 1))
-    assert (
-        told == "up to 2 processes read the same substreams, each of them all of it; with --shares equal only one does"
-    )
+    shared = "up to 2 processes read the same substreams, each of them all of it"
+    assert told == f"{shared}; with --shares equal only one does"
 
 
 def test_reading_forward_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,5 @@
 """Steps of bounded tokens: each sample once an epoch, the bound, and no dependence on the number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,10 +20,10 @@ from evenkeel.data.streams import Streams
 from evenkeel.data.token_batches import TokenBatches
 from evenkeel.tasks import buckets
 from evenkeel.training.task_data import training_set
+from tests.data.test_loader import patient
 from tests.support.ordered_task import Own
 from tests.training.test_gradients import TinyTask, step_gradient
 
-patient = settings(deadline=None)
 LENGTHS = np.random.default_rng(0).integers(1, 60, 400)
 TOKENS, SAMPLES, PARTS = 960, 64, 4
 
@@ -52,9 +50,7 @@ def steps_of(dataset: Any, world_size: int, epoch: int, first: int = 0) -> list[
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=200),
     tokens=st.integers(160, 2000), samples=st.integers(4, 100), parts=st.integers(1, 4), epoch=st.integers(0, 50),
 )  # fmt: skip
-def test_each_sample_comes_once_an_epoch_and_no_step_has_too_much(
-    lengths: list[int], tokens: int, samples: int, parts: int, epoch: int
-) -> None:
+def test_samples_once_and_steps_bounded(lengths: list[int], tokens: int, samples: int, parts: int, epoch: int) -> None:
     of = np.array(lengths)
     batches = TokenBatches(of, tokens, samples, parts, seed=3)
     plan = Plan(len(of), samples, -(-samples // parts), epochs=99, full_count=parts, batches=batches)
@@ -109,7 +105,6 @@ def test_the_control_steps_that_each_rank_cuts_for_itself_depend_on_the_ranks() 
 
 def test_padding_is_small_and_a_fixed_number_of_samples_pads_or_overflows() -> None:
     batches = token_batches(lists())
-    assert batches
     assert batches.padded.sum() / LENGTHS.sum() < 1.08
     assert batches.padded.max() <= TOKENS // PARTS
     number = round(400 / len(batches.sizes))  # as many samples each, also of like lengths
@@ -117,6 +112,12 @@ def test_padding_is_small_and_a_fixed_number_of_samples_pads_or_overflows() -> N
     order = buckets(LENGTHS, number)
     padded = [LENGTHS[order[at : at + number]].max() * number for at in range(0, 400, number)]
     assert max(padded) > 1.3 * TOKENS // PARTS, "the control: buckets of a fixed size have no bound"
+
+
+def test_validation_takes_its_samples_with_their_lengths() -> None:
+    config = Config(batch_size=12, batch_tokens=132, micro_batches=4, validation=0.2)
+    batches = token_batches(training_set(Own(way="tokens"), config))
+    assert batches.length == 40
 
 
 def test_a_step_has_the_gradient_of_the_mean_over_all_its_samples() -> None:
@@ -165,10 +166,3 @@ def test_what_cannot_be_meant_is_refused_in_a_line(case: tuple[Callable[[], Any]
     with pytest.raises(Refusal, match=line) as refused:
         call()
     assert "\n" not in str(refused.value)
-
-
-def test_validation_takes_its_samples_with_their_lengths() -> None:
-    config = Config(batch_size=12, batch_tokens=132, micro_batches=4, validation=0.2)
-    batches = token_batches(training_set(Own(way="tokens"), config))
-    assert batches
-    assert batches.length == 40

@@ -1,7 +1,5 @@
 """Collectives of a task's own: which calls are refused, and which are not."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """`--strategy dp`: uneven shares of a micro-batch in one process have the result of DDP."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -30,17 +28,7 @@ class Forty(Classification):
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def test_the_shares_are_those_of_torch() -> None:
-    for samples in range(1, 41):
-        for devices in range(1, 10):
-            expected = [len(part) for part in torch.arange(samples).chunk(devices)]
-            assert chunks(samples, devices) == expected, (samples, devices)
-    assert (chunks(30, 4), chunks(10, 4)) == ([8, 8, 8, 6], [3, 3, 3, 1])
-
-
-def test_plan_prints_the_shares_of_the_gpus(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_prints_shares_of_the_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     PlanCommand = pytest.importorskip("evenkeel.cli.plan").PlanCommand  # noqa: N806
     monkeypatch.setattr(sys, "path", list(sys.path))
     task = ["--task", f"{__name__}:Forty"]
@@ -100,6 +88,14 @@ def test_batches_of_all_kinds_are_divided() -> None:
     assert samples_in(batch) == 5
     pair = [torch.arange(2), torch.arange(2)]
     assert [part[1].tolist() for part in divide(pair, [1, 1])] == [[0], [1]], "a list of tensors is not one of samples"
+
+
+def test_the_shares_are_those_of_torch() -> None:
+    for samples in range(1, 41):
+        for devices in range(1, 10):
+            expected = [len(part) for part in torch.arange(samples).chunk(devices)]
+            assert chunks(samples, devices) == expected, (samples, devices)
+    assert (chunks(30, 4), chunks(10, 4)) == ([8, 8, 8, 6], [3, 3, 3, 1])
 
 
 def test_dp_with_several_processes_sees_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """GPUs by both their names, and what is said of those that are not there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -53,9 +51,15 @@ def test_too_many_processes_see_the_mapping_and_the_entry_that_is_none(monkeypat
     assert "ignores" not in explain_devices(3, 2)
 
 
-def test_gpus_that_are_not_there_do_not_become_the_cpu_in_silence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_uneven_gpus_are_told() -> None:
+    big, small = "A100 with 80 GiB", "T4 with 15 GiB"
+    assert explain_uneven([big, big]) == ""
+    assert explain_uneven([big]) == ""
+    text = explain_uneven([small, big, big])
+    assert text.startswith(f"the devices of this job differ (rank 0: {small}; ranks 1-2: {big}): the small")
+
+
+def test_missing_gpus_do_not_become_the_cpu_in_silence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(Refusal, match=r"^CUDA_VISIBLE_DEVICES=7: has no GPU that torch can use here.* CPU$"):
         refuse_missing(0, control=tmp_path)
@@ -68,18 +72,8 @@ def test_gpus_that_are_not_there_do_not_become_the_cpu_in_silence(
     refuse_missing(0, control=tmp_path)
 
 
-def test_uneven_gpus_are_told() -> None:
-    big, small = "A100 with 80 GiB", "T4 with 15 GiB"
-    assert explain_uneven([big, big]) == ""
-    assert explain_uneven([big]) == ""
-    text = explain_uneven([small, big, big])
-    assert text.startswith(f"the devices of this job differ (rank 0: {small}; ranks 1-2: {big}): the small")
-
-
 @pytest.mark.parametrize(("found", "line"), [("mps", "the mps device of "), ("cuda", ""), (None, "")])
-def test_an_accelerator_that_is_not_used_is_named(
-    monkeypatch: pytest.MonkeyPatch, found: str | None, line: str
-) -> None:
+def test_an_accelerator_not_in_use_is_named(monkeypatch: pytest.MonkeyPatch, found: str | None, line: str) -> None:
     device = torch.device(found) if found else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
     choose([CPU])

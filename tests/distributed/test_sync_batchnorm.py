@@ -1,7 +1,5 @@
 """BatchNorm over the global batch: as plain BatchNorm on one process that computes the batch at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """One order of addition for any number of ranks: in the tree itself, in whole trainings, and through kills."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

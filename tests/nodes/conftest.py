@@ -1,7 +1,5 @@
 """For all tests on nodes that are network namespaces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

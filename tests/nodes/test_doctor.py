@@ -1,7 +1,5 @@
 """`evenkeel doctor` where faults need root: mounts of one process, and two nodes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

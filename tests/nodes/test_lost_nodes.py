@@ -1,7 +1,5 @@
 """Chaos on several nodes: ranks, agents and whole nodes die, and the run ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """`evenkeel scaling` over two nodes, typed once on each."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """train.py on several real nodes: the README's two lines, and an elastic job that loses a node."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """The ledger's chain: what a record is chained to, and what counts of options and samples."""
 
-from __future__ import annotations
-
 from evenkeel.config import Config
 from evenkeel.run.chain import CHAINED, chained, options_digest, samples_digest, whole_steps
 

@@ -1,7 +1,5 @@
 """The state on disk: whole or absent, whatever happens while it is written."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -38,6 +36,7 @@ from evenkeel.run.checkpoint import (
 )
 from tests.support.needs import small_disk
 from tests.support.processes import wait_until
+from tests.support.raised import line_of
 
 FORK = multiprocessing.get_context("fork")
 
@@ -111,7 +110,6 @@ def test_the_manifest(checkpoints: Checkpoints) -> None:
     assert manifest["files"][STATE]["sha256"] == hashlib.sha256((path / STATE).read_bytes()).hexdigest()
     assert (manifest["kind"], manifest["host"]) == ("checkpoint", socket.gethostname())
     snapshot = checkpoints.save_if_new(state(4))
-    assert snapshot
     assert read_manifest(snapshot).kind == "snapshot"
 
 
@@ -120,7 +118,6 @@ def test_a_planned_checkpoint_that_comes_late_replaces_a_snapshot_of_its_step(ch
     evaluated: dict[str, Any] = {"metrics": {"accuracy": 0.9}, "kind": "checkpoint"}
     checkpoints.save_if_new(state(4))
     path = checkpoints.save_if_new(state(4), **evaluated)
-    assert path
     assert read_manifest(path).metrics == {"test/accuracy": 0.9}
     assert checkpoints.save_if_new(state(4), **evaluated) is None
     assert checkpoints.save_if_new(state(4)) is checkpoints.save_if_new(state(3)) is None
@@ -139,8 +136,7 @@ def test_a_manifest_whose_step_only_looks_like_the_folders_is_damaged(checkpoint
     path = checkpoints.save(state(3), {})
     assert read_manifest(path).step == 3, "the control"
     edit_manifest(path, lambda manifest: manifest.update(step=step))
-    with pytest.raises(Damaged, match="is not this checkpoint's manifest"):
-        read_manifest(path)
+    assert "is not this checkpoint's manifest" in line_of(Damaged, read_manifest, path)
 
 
 def as_it_was_before_kinds(manifest: dict[str, Any]) -> None:
@@ -189,7 +185,6 @@ def test_a_writer_that_is_frozen_between_two_renames_keeps_no_start_waiting(chec
     with checkpoints.locked(0.0):
         final.rename(checkpoints.folder / f".{final.name}.old")
         found = checkpoints.load_newest()
-    assert found
     assert found["step"] == 3
 
 
@@ -220,8 +215,8 @@ def test_older_snapshots_of_this_host_are_cleared(tmp_path: Path) -> None:
 
 def test_planned_checkpoints_and_those_of_other_hosts_are_not_cleared(tmp_path: Path) -> None:
     """A shared file system: all hosts, rank 0's too, write into one folder."""
-    checkpoints = snapshots(tmp_path, 1, 2, 3, 4, 5)
-    checkpoints.save(state(6), {"accuracy": 0.5})
+    checkpoints = snapshots(tmp_path, 1, 2, 3, 4, 5, 6)
+    checkpoints.save(state(6), {"accuracy": 0.5})  # in the place of a snapshot
     checkpoints.save(state(7), {})
     by_step = {step_of(path): path for path in checkpoints.all()}
     edit_manifest(by_step[1], lambda manifest: manifest.update(host="another"))
@@ -231,13 +226,6 @@ def test_planned_checkpoints_and_those_of_other_hosts_are_not_cleared(tmp_path: 
     checkpoints.clear_snapshots(before=100)
     assert steps(checkpoints) == [1, 2, 3, 4, 6, 7], "5 alone is sure to be this host's own snapshot"
     assert best_value(checkpoints) == 0.5
-
-
-def test_a_snapshot_that_became_a_planned_checkpoint_is_not_cleared(tmp_path: Path) -> None:
-    checkpoints = snapshots(tmp_path, 1)
-    checkpoints.save(state(1), {})
-    checkpoints.clear_snapshots(before=2)
-    assert steps(checkpoints) == [1]
 
 
 NAN = float("nan")
@@ -320,16 +308,13 @@ def test_an_old_step_that_comes_late_takes_nothing_from_newer_ones(checkpoints: 
     assert steps(checkpoints) == left
     assert best_value(checkpoints) == best
     newest = checkpoints.load_newest()
-    assert newest
     assert newest["step"] == max(left)
     assert all(is_whole(load(path)) for path in checkpoints.all())
 
 
 @pytest.mark.parametrize("moment", ["waits", "writes"])
 @pytest.mark.parametrize("run_id", ["old", ""], ids=["", "control"])
-def test_a_process_of_the_old_run_writes_nothing_into_the_new_one(
-    tmp_path: Path, run_id: str, moment: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_run_writes_nothing(tmp_path: Path, run_id: str, moment: str, capfd: pytest.CaptureFixture[str]) -> None:
     """`--fresh` begins another run while it waits, or is frozen in the middle. The control: without the run's id."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(run_id=run_id))
     checkpoints.folder.mkdir()
@@ -374,32 +359,26 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def empty(file: Path) -> None:
-    os.truncate(file, 0)
-
-
 def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def lengthen(file: Path) -> None:
-    with file.open("ab") as opened:
-        opened.write(b"\0")
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "state cut": (STATE, truncate),
+    "state empty": (STATE, lambda file: os.truncate(file, 0)),
+    "state flipped": (STATE, flip_a_bit),
+    "state longer": (STATE, lambda file: file.write_bytes(file.read_bytes() + b"\0")),
+    "no state": (STATE, Path.unlink),
+    "manifest cut": (MANIFEST, truncate),
+    "manifest empty": (MANIFEST, lambda file: os.truncate(file, 0)),
+    "manifest of nothing": (MANIFEST, lambda file: file.write_text("{}")),
+    "no manifest": (MANIFEST, Path.unlink),
+}
 
 
-def brackets(file: Path) -> None:
-    file.write_text("{}")
-
-
-DAMAGES = [
-    (STATE, truncate), (STATE, empty), (STATE, flip_a_bit), (STATE, lengthen), (STATE, Path.unlink),
-    (MANIFEST, truncate), (MANIFEST, empty), (MANIFEST, brackets), (MANIFEST, Path.unlink),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
@@ -408,7 +387,6 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
     with pytest.raises(Damaged, match=str(newest / name)):
         load(newest)
     found = checkpoints.load_newest()
-    assert found
     assert same(found, state(1))
     assert steps(checkpoints) == [1]
     aside = [path for path in checkpoints.folder.iterdir() if path != before]
@@ -421,7 +399,7 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
     assert same(load(newest), state(2))
 
 
-@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_old_one_does_not_stand_in_the_way(
     checkpoints: Checkpoints, name: str, damage: Callable[[Path], None]
 ) -> None:
@@ -474,8 +452,7 @@ def test_a_checkpoint_cannot_run_code(checkpoints: Checkpoints, tmp_path: Path, 
         torch.save(evil, file) if protocol == "zip" else pickle.dump(evil, file, protocol=2)
     content = (path / STATE).read_bytes()
     seal(path)
-    with pytest.raises(Damaged, match="does not load: UnpicklingError: Weights only load failed"):
-        load(path)
+    assert "does not load: UnpicklingError: Weights only load failed" in line_of(Damaged, load, path)
     assert not witness.exists()
     torch.load(path / STATE, weights_only=False) if protocol == "zip" else pickle.loads(content)
     assert witness.exists(), "it would have run"
@@ -488,29 +465,24 @@ def seal(path: Path) -> None:
     edit_manifest(path, lambda manifest: manifest["files"].update({STATE: sealed}))
 
 
+UNFIT: dict[str, Callable[[int], Any]] = {
+    "no archive": lambda step: b"precious",
+    "refused by weights_only": lambda step: state(step) | {"model": Path("of another library's types")},
+    "no model": lambda step: {"step": step, "optimizers": []},
+    "no dict": lambda step: [state(step)],
+    "of another step": lambda step: state(step + 7),
+}
+
+
 def unfit(file: Path, kind: str) -> None:
     """Make a state of a checkpoint one that no run can go on from, and have the manifest say that it is right."""
-    step = step_of(file.parent)
-    if kind == "no archive":
-        file.write_bytes(b"precious")
-    elif kind == "refused by weights_only":
-        torch.save(state(step) | {"model": Path("of another library's types")}, file)
-    elif kind == "no model":
-        torch.save({"step": step, "optimizers": []}, file)
-    elif kind == "no dict":
-        torch.save([state(step)], file)
-    else:
-        torch.save(state(step + 7), file)
+    content = UNFIT[kind](step_of(file.parent))
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
     seal(file.parent)
 
 
-UNFIT = ["no archive", "refused by weights_only", "no model", "no dict", "of another step"]
-
-
 @pytest.mark.parametrize("kind", UNFIT)
-def test_one_that_is_what_its_manifest_says_and_no_state_is_set_aside(
-    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_a_sealed_one_that_is_no_state(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     checkpoints.save(state(1), {})
     newest = checkpoints.save(state(2), {})
     unfit(newest / STATE, kind)
@@ -534,6 +506,13 @@ def test_memory_that_runs_out_is_no_damage(checkpoints: Checkpoints, monkeypatch
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         checkpoints.load_newest()
     assert steps(checkpoints) == [1]
+
+
+def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkpoints) -> None:
+    checkpoints.save(state(1), {})
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        checkpoints.save(state(2) | {"function": lambda: None}, {})
+    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
 def observe_every_operation(monkeypatch: pytest.MonkeyPatch, look: Callable[[str], None]) -> None:
@@ -598,7 +577,6 @@ def test_a_kill_between_any_two_operations_loses_no_finished_checkpoint(
     for folder in copies:
         start = Checkpoints(folder, keep=1, provenance=checkpoints.provenance)
         newest = start.load_newest()
-        assert newest
         assert is_whole(newest)
         found.append(newest["step"])
         assert sorted(entry.name for entry in folder.iterdir()) == [path.name for path in start.all()], "tidied up"
@@ -685,7 +663,6 @@ def test_a_kill_in_the_middle_leaves_whole_checkpoints_only(tmp_path: Path) -> N
         before = checkpoints.newest_step()
         done = kill_when(writing, save_for_ever, tmp_path, BIG)
         found = checkpoints.load_newest()
-        assert found
         assert is_whole(found)
         assert found["step"] >= max(before, done)
         assert list(tmp_path.glob(".*")) == []
@@ -726,9 +703,7 @@ def test_a_frozen_writer_of_the_same_step_neither_delays_nor_spoils_a_rescue(tmp
     assert is_whole(load(tmp_path / "step-00000005"))
 
 
-def test_the_control_writers_that_share_a_name_are_in_the_way_of_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_control_writers_that_share_a_name_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenkeel.run.checkpoint.uuid4", lambda: UUID(int=5))
     with frozen_writer(tmp_path), pytest.raises(FileExistsError):
         rescue_step_5(tmp_path)
@@ -754,9 +729,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_a_checkpoint_stays_when_its_successor_of_the_same_step_cannot_get_its_name(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_stays_when_its_successor_fails(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     final, replace = checkpoints.save(state(3), {"accuracy": 0.5}), Path.replace
 
     def fails(self: Path, target: Path) -> Path:
@@ -794,10 +767,3 @@ def test_a_snapshot_that_cannot_be_cleared_stays(disk: Path) -> None:
     checkpoints.clear_snapshots(before=2)
     assert steps(checkpoints) == [1, 2]
     assert same(load(checkpoints.all()[0]), state(1))
-
-
-def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkpoints) -> None:
-    checkpoints.save(state(1), {})
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        checkpoints.save(state(2) | {"function": lambda: None}, {})
-    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step-00000001"]

@@ -1,7 +1,5 @@
 """Whole weights of a sharded run: no process needs memory for more than about one tensor."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What bits depend on: which parts there are, and that a run which goes on elsewhere says so, or refuses."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys
@@ -73,6 +71,18 @@ def test_with_exact_bits_on_gpus_nccl_has_one_order_of_adding_and_it_counts(monk
     assert {name: found[f"env:{name}"] for name in EXACT_NCCL} == EXACT_NCCL | {"NCCL_PROTO": "LL"}, "as the user says"
 
 
+def test_it_is_flat_and_neither_ranks_nor_the_place_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = fingerprint(Classify(), CPU)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.chdir(tmp_path)
+    assert found == fingerprint(Classify(), CPU)
+    assert all(type(value) is str and value for value in found.values())
+    assert found["device"] == "cpu"
+    assert "code:evenkeel/training/distributed_loss.py" in found
+    assert "cudnn" not in found, "it does not compute here"
+
+
 def test_ranks_that_share_a_gpu_do_not_add_by_nccl() -> None:
     libraries = fingerprint_module._gpu_libraries
     if not dist.is_nccl_available():
@@ -83,20 +93,6 @@ def test_ranks_that_share_a_gpu_do_not_add_by_nccl() -> None:
         assert libraries()["nccl"] == UNSET != before
     finally:
         dist.destroy_process_group()
-
-
-def test_it_is_flat_and_the_number_of_ranks_and_the_place_do_not_show(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found = fingerprint(Classify(), CPU)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        monkeypatch.setenv(name, "7")
-    monkeypatch.chdir(tmp_path)
-    assert found == fingerprint(Classify(), CPU)
-    assert all(type(value) is str and value for value in found.values())
-    assert found["device"] == "cpu"
-    assert "code:evenkeel/training/distributed_loss.py" in found
-    assert "cudnn" not in found, "it does not compute here"
 
 
 def test_what_torch_is_told_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +143,7 @@ def test_a_change_of_any_file_of_a_room_that_computes_counts(tmp_path: Path, mon
     for file in files:
         file.write_text(f"{file.read_text()}# changed")
     changed = differences(before, fingerprint(Classify(), CPU))
-    components = {
-        component: [file for file in files if file.is_relative_to(package / component)] for component in COMPUTING
-    }
+    components = {name: [file for file in files if file.is_relative_to(package / name)] for name in COMPUTING}
     assert all(components.values())
     assert list(changed) == sorted(
         f"code:evenkeel/{file.relative_to(package)}" for component in components.values() for file in component

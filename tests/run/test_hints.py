@@ -1,7 +1,5 @@
 """Each hint appears when it should and not otherwise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +15,12 @@ def test_a_run_without_a_flaw_gets_none() -> None:
     assert hints(replace(QUIET, memory=None)) == {}
     slow = replace(QUIET, parts={"evaluation": 0.5, "checkpoint": 0.5}, eval_every=0, checkpoint_every=0)
     assert hints(slow) == {}, "there is no option to change"
+
+
+def test_at_most_two_at_a_time() -> None:
+    worst = replace(QUIET, parts={"data": 0.25, "evaluation": 0.35, "checkpoint": 0.2}, memory=0.99)
+    assert list(hints(worst)) == ["memory", "data"]
+    assert MOST == 2
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -62,9 +66,3 @@ def test_a_hint_and_its_control(subject: str, bad: dict[str, Any], good: dict[st
     assert found[subject].startswith(text)
     assert hints(replace(QUIET, **good)) == {}
     assert hints(replace(QUIET, **bad, seconds=10.0)) == {}, "the first steps say little"
-
-
-def test_at_most_two_at_a_time() -> None:
-    worst = replace(QUIET, parts={"data": 0.25, "evaluation": 0.35, "checkpoint": 0.2}, memory=0.99)
-    assert list(hints(worst)) == ["memory", "data"]
-    assert MOST == 2

@@ -1,7 +1,5 @@
 """Every second of a run has an account."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

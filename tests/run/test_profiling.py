@@ -1,7 +1,5 @@
 """The clocks of ranks, measured by meetings; and the table of operators."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """What is not as a run has written it does not come through."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

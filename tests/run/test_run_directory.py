@@ -1,7 +1,5 @@
 """The folder of a run: who may use it, and that two jobs never do."""
 
-from __future__ import annotations
-
 import errno
 import json
 import multiprocessing
@@ -31,6 +29,7 @@ from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
 from evenkeel.run.run_directory import RunDirectory, adopt, launch_token
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
+from tests.support.raised import refusal_of
 from tests.tasks.test_command_line import contents
 
 OLD_RUNS = ROOT / "tests" / "fixtures" / "runs"
@@ -65,11 +64,8 @@ def refusal(path: Path, options: dict[str, Any] = OPTIONS, fresh: bool = False) 
     """The message of the refusal that must come, and that it came without touching anything."""
     root = path.parent if path.parent.is_dir() else path.parent.parent
     before = contents(root)
-    with pytest.raises(Refusal) as caught:
-        claim(path, options, fresh)
+    message = refusal_of(claim, path, options, fresh)
     assert contents(root) == before
-    message = str(caught.value)
-    assert "\n" not in message
     assert message.startswith(f"--run-dir {path}: ")
     return message.removeprefix(f"--run-dir {path}: ")
 
@@ -153,6 +149,15 @@ def test_a_file(path: Path) -> None:
     assert path.read_text() == "precious"
 
 
+def test_an_empty_folder_and_what_a_start_that_came_to_nothing_left(path: Path) -> None:
+    (path / "logs" / "attempt-0001").mkdir(parents=True)
+    (path / ".lock").touch()
+    (path / ".config.toml.123.tmp").touch()
+    (path / "slurm").mkdir()
+    (path / "slurm" / "job.json").touch()
+    claim(path, OPTIONS, fresh=False)
+
+
 def project(path: Path) -> None:
     """Somebody's work, with a run's configuration to start from, and folders that are called as a run's."""
     path.mkdir(parents=True)
@@ -170,8 +175,7 @@ def test_a_project_with_a_config_is_no_run(path: Path, fresh: bool, monkeypatch:
     assert refusal(path, fresh=fresh) == told
     monkeypatch.chdir(path)
     before = contents(path)
-    with pytest.raises(Refusal, match=f"^--run-dir .: {told}$"):
-        claim(Path(), OPTIONS, fresh)
+    assert refusal_of(claim, Path(), OPTIONS, fresh) == f"--run-dir .: {told}"
     assert contents(path) == before
     (path / "status.json").write_text("{}")  # of another program, as is then the config.toml
     (path / "config.toml").write_text("task = 1\n")
@@ -209,15 +213,6 @@ def test_a_run_without_its_config_is_not_continued_blindly(path: Path) -> None:
     assert claim(path, OPTIONS, fresh=True).start_over([""])
 
 
-def test_an_empty_folder_and_what_a_start_that_came_to_nothing_left(path: Path) -> None:
-    (path / "logs" / "attempt-0001").mkdir(parents=True)
-    (path / ".lock").touch()
-    (path / ".config.toml.123.tmp").touch()
-    (path / "slurm").mkdir()
-    (path / "slurm" / "job.json").touch()
-    claim(path, OPTIONS, fresh=False)
-
-
 @contextmanager
 def unprivileged() -> Iterator[None]:
     """Without the rights of root, to whom everything is allowed."""
@@ -250,6 +245,16 @@ def test_a_folder_that_cannot_be_written_or_read(closed: Path) -> None:
             claim(path, OPTIONS, fresh=False)
 
 
+def test_a_run_that_cannot_be_written(closed: Path) -> None:
+    closed.chmod(0o755)
+    started(closed)
+    closed.chmod(0o555)
+    (closed / ".lock").chmod(0o444)
+    (closed / "config.toml").chmod(0o644)
+    with unprivileged():
+        assert refusal(closed).startswith("cannot be written: Permission denied")
+
+
 @pytest.mark.parametrize("mode", [0, 0o444, 0o111], ids=["nothing", "read", "enter"])
 def test_a_run_whose_checkpoints_are_hidden_is_refused_and_not_started_over(closed: Path, mode: int) -> None:
     closed.chmod(0o777)
@@ -275,16 +280,6 @@ def test_a_run_whose_checkpoints_are_on_a_disk_that_is_not_there(path: Path, tmp
     claim(path, OPTIONS, fresh=False)
 
 
-def test_a_run_that_cannot_be_written(closed: Path) -> None:
-    closed.chmod(0o755)
-    started(closed)
-    closed.chmod(0o555)
-    (closed / ".lock").chmod(0o444)
-    (closed / "config.toml").chmod(0o644)
-    with unprivileged():
-        assert refusal(closed).startswith("cannot be written: Permission denied")
-
-
 def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
     started(path)
     message = refusal(path, OPTIONS | {"batch_size": 32, "seed": 1})
@@ -308,8 +303,7 @@ def test_a_config_that_is_no_toml(path: Path) -> None:
     started(path)
     for text in (b"seed =\n", b"\xff\xfe"):
         (path / "config.toml").write_bytes(text)
-        with pytest.raises(Refusal, match=r"config\.toml: not TOML: "):
-            claim(path, OPTIONS, fresh=False)
+        assert "config.toml: not TOML: " in refusal_of(claim, path, OPTIONS, fresh=False)
 
 
 def hold(path: Path, ready: Any) -> None:
@@ -344,9 +338,7 @@ def test_two_jobs_cannot_have_one_folder(
     assert capsys.readouterr().err == f"evenkeel: --run-dir {path}: {who}; waiting up to 1 s for it to end\n"
 
 
-def test_a_restarted_job_waits_for_its_dying_predecessor(
-    path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_job_waits_for_the_old(path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 60.0)
     begun = time.monotonic()
     assassin = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {other_job.pid}"])
@@ -394,8 +386,7 @@ def test_who_waits_looks_again_at_whose_run_it_is(path: Path, monkeypatch: pytes
     process.start()
     try:
         assert ready.wait(120)
-        with pytest.raises(Refusal, match="--seed was 5 and is now 0"):
-            claim(path, OPTIONS, fresh=False)
+        assert "--seed was 5 and is now 0" in refusal_of(claim, path, OPTIONS, fresh=False)
     finally:
         process.join(120)
         process.kill()
@@ -403,6 +394,11 @@ def test_who_waits_looks_again_at_whose_run_it_is(path: Path, monkeypatch: pytes
 
 def old_ones(path: Path) -> list[Path]:
     return sorted(path.parent.glob("mine.old-*"))
+
+
+def test_to_start_over_where_nothing_was_moves_nothing(path: Path) -> None:
+    claim(path, OPTIONS, fresh=True).start_over([""])
+    assert old_ones(path) == [], "nothing was there"
 
 
 def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
@@ -417,8 +413,7 @@ def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
     assert sorted(entry.name for entry in path.iterdir()) == [".lock", "status.json"]
     assert aside == old
     assert (directory.status, directory.attempts) == ({}, 0)
-    with pytest.raises(Refusal, match="is in use"):
-        claim(path, OPTIONS, fresh=False)
+    assert "is in use" in refusal_of(claim, path, OPTIONS, fresh=False)
     directory.begin(OPTIONS | {"seed": 1}, [""])
     assert read_config(path / "config.toml")["seed"] == 1
 
@@ -462,7 +457,6 @@ def test_to_start_over_behind_a_link_to_another_file_system(path: Path) -> None:
         with pytest.raises(OSError, match="cross-device"):  # the control: beside the link there is no way
             (target / "config.toml").rename(path.parent / "config.toml")
         aside = claim(path, OPTIONS, fresh=True).start_over([""])
-        assert aside
         assert aside.parent == target.parent
         assert read_config(aside / "config.toml") == OPTIONS
         assert path.is_symlink()
@@ -513,11 +507,6 @@ def test_what_cannot_be_moved_is_left_as_it_was(path: Path, monkeypatch: pytest.
     with pytest.raises(Ended, match="cannot be moved aside: Device or resource busy; move it away yourself"):
         claim(path, OPTIONS, fresh=True).start_over([""])
     assert contents(path) == before
-    assert old_ones(path) == []
-
-
-def test_to_start_over_where_nothing_was_moves_nothing(path: Path) -> None:
-    claim(path, OPTIONS, fresh=True).start_over([""])
     assert old_ones(path) == []
 
 
@@ -607,7 +596,7 @@ def test_the_status_is_whole_at_any_moment(path: Path) -> None:
     assert sorted(entry.name for entry in path.iterdir()) == [".lock", "config.toml", "status.json"]
 
 
-def test_a_file_is_written_in_the_order_that_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_so_that_it_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Content to the disk, then the name, then the folder to the disk."""
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
@@ -628,6 +617,19 @@ def test_a_file_is_written_in_the_order_that_survives_a_crash(tmp_path: Path, mo
     assert read_json(tmp_path / "b.json") == {}
 
 
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": 1})
+
+    def half(file: Any) -> None:
+        file.write(b"{")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a.json", half)
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o600), (0o077, 0o600), (0o002, 0o660), (0o007, 0o660)])
 def test_options_are_for_the_user_and_a_group_that_shares_its_files(path: Path, mask: int, mode: int) -> None:
     before = os.umask(mask)
@@ -646,8 +648,7 @@ def test_a_folder_that_is_deleted_under_a_run_is_a_run_again(path: Path, caplog:
     directory.update("running", step=7)
     (told,) = caplog.messages
     assert told == f"{path} was deleted during the run and has been made again"
-    with pytest.raises(Refusal, match="is in use"):
-        claim(path, OPTIONS, fresh=False)
+    assert "is in use" in refusal_of(claim, path, OPTIONS, fresh=False)
     directory.update("finished", step=9)
     del directory
     assert claim(path, OPTIONS, fresh=False).status["step"] == 9
@@ -695,16 +696,3 @@ def test_a_fact_of_another_type_is_left_out_and_the_others_stay(path: Path) -> N
     assert directory.trouble == "status.json has been changed: launch is [1]"
     assert not {"launch", "samples", "step", "restarts_in_place", "order"} & directory.status.keys()
     assert (directory.attempts, directory.status["seconds"], directory.status["of a later version"]) == (1, 3, [{}])
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"x": 1})
-
-    def half(file: Any) -> None:
-        file.write(b"{")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(tmp_path / "a.json", half)
-    assert read_json(tmp_path / "a.json") == {"x": 1}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]

@@ -1,7 +1,5 @@
 """The state of a sharded run: files of rows that any number of ranks can read, and slots in memory."""
 
-from __future__ import annotations
-
 import fcntl
 import multiprocessing
 import os
@@ -77,9 +75,7 @@ def in_a_fork(act: Callable[[], object], killed: bool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 9])
-def test_the_rows_of_any_number_of_ranks_are_the_whole_state_or_those_of_another_number(
-    checkpoints: Checkpoints, ranks: int
-) -> None:
+def test_rows_of_any_number_of_ranks_are_those_of_any_other(checkpoints: Checkpoints, ranks: int) -> None:
     path = save(checkpoints, 5, ranks)
     assert same(load(path), whole(5))
     for in_place in (False, True):
@@ -117,9 +113,7 @@ def test_ranks_that_write_at_the_same_time_complete_each_step_once(checkpoints: 
     assert not list(checkpoints.folder.glob(".*.tmp"))
 
 
-def test_a_rank_that_waits_for_the_same_rows_leaves_them_when_the_checkpoint_gets_its_name(
-    checkpoints: Checkpoints,
-) -> None:
+def test_a_rank_that_waits_for_the_same_rows_leaves_them_when_the_checkpoint_is_named(checkpoints: Checkpoints) -> None:
     """As replicas do when they are stopped (--shard N)."""
     save(checkpoints, 5, only=range(2))
     (folder,) = checkpoints.folder.glob(".step-*.tmp")
@@ -143,9 +137,7 @@ def same_file(one: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("missing", [False, True], ids=["a bit", "missing"])
-def test_a_bit_in_any_file_or_a_missing_file_is_named_and_the_one_before_is_taken(
-    checkpoints: Checkpoints, rank: int, missing: bool
-) -> None:
+def test_a_bit_in_any_file_or_a_missing_one_is_named(checkpoints: Checkpoints, rank: int, missing: bool) -> None:
     save(checkpoints, 4)
     file = save(checkpoints, 5) / file_of(rank, 3)
     if missing:
@@ -156,7 +148,6 @@ def test_a_bit_in_any_file_or_a_missing_file_is_named_and_the_one_before_is_take
     found = [damage_of(file.parent, each) for each in range(2)]
     assert [str(file) in damage for damage in found] == [rank % 2 == 0, rank % 2 == 1]
     state = checkpoints.load_newest()
-    assert state
     assert same(state, whole(4))
     (aside,) = checkpoints.folder.glob("damaged-step-*")
     assert aside.name.startswith("damaged-step-00000005")
@@ -188,9 +179,7 @@ def test_the_control_dcp_loads_a_flipped_bit_without_a_word(tmp_path: Path) -> N
     assert not found["model"]["buffer"].equal(state["model"]["buffer"])
 
 
-def test_a_rank_that_is_killed_while_it_writes_leaves_the_one_before(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_in_a_write_leaves_the_one_before(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     save(checkpoints, 4)
     save(checkpoints, 5, only=range(2))
 

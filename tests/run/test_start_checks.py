@@ -1,7 +1,5 @@
 """What a start refuses: --mirror where no process copies or this copy has no mirror, --shard on with an old torch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

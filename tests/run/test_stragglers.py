@@ -1,7 +1,5 @@
 """Who is late: the criterion on made-up times, and what is said and written. Real ranks: tests/processes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -55,9 +53,7 @@ def test_smaller_micro_batches_make_nobody_late() -> None:
     assert set(late([rows[0], row(0.0, 9.0, 2.6, 10, 400), rows[2]])) == {1}
 
 
-def test_it_is_said_when_it_begins_and_when_it_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_begin_and_end_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(stragglers, "SPAN", 0.0)
     caplog.set_level(logging.WARNING)
     it = Stragglers(tmp_path / "ranks.jsonl", ["a", "b", "b"])

@@ -1,7 +1,5 @@
 """A metrics.jsonl that grows, is cut, or begins anew."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TensorBoard and CSV: the same names and values as metrics.jsonl, and nothing twice after a resume."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any
@@ -88,9 +86,7 @@ def test_half_a_row_is_dropped_and_a_new_name_gets_a_column(tmp_path: Path) -> N
     assert rows(path) == []
 
 
-def test_neither_is_written_unless_it_is_asked_for_nor_ends_a_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_neither_is_written_unasked_nor_ends_a_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attempt(tmp_path, 0, 1, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     (tmp_path / "tensorboard").write_text("a file where the folder should be")

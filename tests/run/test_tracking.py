@@ -1,7 +1,5 @@
 """What a run tells: metrics.jsonl, logs, and Weights & Biases, which never ends a training nor learns a secret."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -104,19 +102,18 @@ def test_lines_of_training_are_seconds_apart(run_dir: Path, capsys: pytest.Captu
     assert [line["step"] for line in lines(run_dir) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 20]
 
 
-def test_a_stream_has_no_epoch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stream = Plan(ENDLESS - ENDLESS % 8, global_batch=8, micro_batch=8, epochs=20, max_steps=50)
-    Tracker(Config(), stream, run_dir, attempt=1, world_size=2).train(10, 1.5, 2.5, 0.1)
-    (line,) = lines(run_dir)
-    assert "epoch" not in line
-    assert capsys.readouterr().out.startswith("step 10/50  train/loss 1.5000  ")
-
-
 def test_a_loss_that_is_no_number_does_not_spoil_the_file(run_dir: Path) -> None:
     it = tracker(run_dir)
     for loss in (float("nan"), float("inf"), -float("inf"), 1.0):
         it.train(10, loss, 2.5, 0.1)
     assert [line["train/loss"] for line in lines(run_dir)] == [None, None, None, 1.0]
+
+
+def test_a_stream_has_no_epoch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Plan(ENDLESS - ENDLESS % 8, global_batch=8, micro_batch=8, epochs=20, max_steps=50)
+    Tracker(Config(), stream, run_dir, attempt=1, world_size=2).train(10, 1.5, 2.5, 0.1)
+    assert "epoch" not in lines(run_dir)[-1]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("step 10/50  train/loss 1.5000  ")
 
 
 def test_a_full_disk_costs_lines_and_leaves_no_part_of_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,9 +133,7 @@ def test_a_full_disk_costs_lines_and_leaves_no_part_of_one(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_has_a_log_and_rank_0_warns_on_stderr(
-    run_dir: Path, rank: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_rank_has_a_log_and_rank_0_warns(run_dir: Path, rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_dir / "logs" / "attempt-0001"
     start_logs(folder, World(rank, rank, 2, 2, torch.device("cpu"), launched=True))
     log = logging.getLogger("evenkeel.something")
@@ -214,11 +209,7 @@ def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch, asked: str) 
     ],
 )
 def test_auto_is_on_where_wandb_would_find_a_key_and_says_how_to_turn_it_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    files: dict[str, str | bytes],
-    expected: tuple[str, str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], files: dict[str, Any], expected: Any
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, str(tmp_path / value) if name == "NETRC" else value)
@@ -269,10 +260,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 
 def test_off_is_only_logged_and_does_not_import_wandb(
-    run_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import fails
     with caplog.at_level(logging.INFO):
@@ -294,12 +282,7 @@ def test_off_is_only_logged_and_does_not_import_wandb(
     ],
 )
 def test_one_wandb_run_over_all_attempts(
-    run_dir: Path,
-    fake: FakeWandb,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    variables: dict[str, str],
-    expected: dict[str, Any],
+    run_dir: Path, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch, mode: str, variables: Any, expected: dict[str, Any]
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -340,6 +323,19 @@ def test_a_report_that_cannot_be_made_costs_a_line(
     assert fake.ended == [0]
 
 
+def test_wandb_that_dies_later_ends_no_training(
+    run_dir: Path, fake: FakeWandb, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = tracker(run_dir, wandb="online")
+    it.start_wandb("kept", {})
+    cast(Any, it._trackers["Weights & Biases"])._run.log = lambda *_, **__: 1 / 0
+    it.train(10, 1.5, 2.5, 0.1)
+    it.train(20, 1.5, 2.5, 0.1)
+    it.close()
+    assert caplog.text.count("Weights & Biases is off from here on: ZeroDivisionError") == 1
+    assert [line["kind"] for line in lines(run_dir)] == ["train", "train"]
+
+
 @pytest.mark.parametrize(
     ("module", "told"),
     [(FakeWandb(ValueError("no such server")), "ValueError: no such server"), (None, "ModuleNotFoundError")],
@@ -356,22 +352,7 @@ def test_trouble_with_wandb_never_ends_a_training(
     assert [line["kind"] for line in lines(run_dir)] == ["train"]
 
 
-def test_wandb_that_dies_later_ends_no_training(
-    run_dir: Path, fake: FakeWandb, caplog: pytest.LogCaptureFixture
-) -> None:
-    it = tracker(run_dir, wandb="online")
-    it.start_wandb("kept", {})
-    cast(Any, it._trackers["Weights & Biases"])._run.log = lambda *_, **__: 1 / 0
-    it.train(10, 1.5, 2.5, 0.1)
-    it.train(20, 1.5, 2.5, 0.1)
-    it.close()
-    assert caplog.text.count("Weights & Biases is off from here on: ZeroDivisionError") == 1
-    assert [line["kind"] for line in lines(run_dir)] == ["train", "train"]
-
-
-def test_an_output_on_a_full_disk_ends_no_training(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stdout_on_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     full = Path("/dev/full").open("w")  # noqa: SIM115  (closing it fails)
     monkeypatch.setattr(sys, "stdout", full)
     tracker(run_dir).train(10, 1.5, 2.5, 0.1)

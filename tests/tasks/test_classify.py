@@ -1,7 +1,5 @@
 """The built-in tasks in training: augmentation, mixing, label smoothing, and the promises with all of them."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -10,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from evenkeel.common.errors import Refusal
 from evenkeel.config import check_numbers
 from evenkeel.data.loader import Seeded
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import run
+from tests.support.raised import refusal_of
 
 
 class Fixed(nn.Module):
@@ -112,6 +110,13 @@ def test_grey_images_for_a_network_of_colour_ones_are_enlarged_and_repeated() ->
     assert torch.equal(seen[:, 0], seen[:, 2])
 
 
+def test_the_default_job_does_not_wait_for_torchvision() -> None:
+    made = "task.train_dataset(), task.test_dataset(), task.model()"
+    parsed = "import sys; from evenkeel.tasks.command_line import parse; _, task = parse([])"
+    script = f"{parsed}; {made}; print('torchvision' in sys.modules)"
+    assert run([sys.executable, "-c", script]).stdout == "False\n"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -129,13 +134,4 @@ def test_grey_images_for_a_network_of_colour_ones_are_enlarged_and_repeated() ->
     ids=str,
 )
 def test_options_that_cannot_be_meant(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refusal) as caught:
-        check_numbers(Classify(**options))
-    assert str(caught.value).startswith(message)
-
-
-def test_the_default_job_does_not_wait_for_torchvision() -> None:
-    made = "task.train_dataset(), task.test_dataset(), task.model()"
-    parsed = "import sys; from evenkeel.tasks.command_line import parse; _, task = parse([])"
-    script = f"{parsed}; {made}; print('torchvision' in sys.modules)"
-    assert run([sys.executable, "-c", script]).stdout == "False\n"
+    assert refusal_of(lambda: check_numbers(Classify(**options))).startswith(message)

@@ -1,7 +1,5 @@
 """docs/coming-from.md: what it says to type and write exists, and what people type elsewhere is answered as it says."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex
@@ -14,7 +12,6 @@ from torch.distributed.run import get_args_parser
 
 from evenkeel.__main__ import COMMANDS, subcommands
 from evenkeel.common.arguments import flag
-from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.launch.launchers import MultiNode
 from evenkeel.tasks.classify import Classify
@@ -22,6 +19,7 @@ from evenkeel.tasks.command_line import BY_NAME, parse
 from evenkeel.tasks.registry import BUILT_IN, built_in, load_task
 from evenkeel.training.task import Task, option_name
 from tests.support.processes import ROOT
+from tests.support.raised import refusal_of
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 KUBERNETES = sorted((ROOT / "src" / "evenkeel" / "launch" / "k8s").glob("*.py"))
@@ -118,9 +116,7 @@ def test_an_option_of_another_tool_is_answered_as_the_page_says(there: str, here
     for option in typed:
         if (name := option.replace("_", "-")) in ours:
             continue
-        with pytest.raises(Refusal) as caught:
-            parse([option, "1"])
-        answer = str(caught.value).removesuffix(" (--help lists all options)")
+        answer = refusal_of(parse, [option, "1"]).removesuffix(" (--help lists all options)")
         assert name in BY_NAME or "; did you mean --" in answer, answer
         if "here it is --" in answer or "; did you mean --" in answer:
             named = long_options(answer.partition("here it is" if name in BY_NAME else "did you mean")[2])

@@ -1,7 +1,5 @@
 """The command line: what it understands, and that a refusal is one line, exit code 2, and nothing touched."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io
@@ -34,9 +32,8 @@ from evenkeel.tasks.command_line import BY_NAME, SYNONYMS, parse
 from evenkeel.tasks.registry import built_in, load_task
 from evenkeel.training.task import option_name
 from tests.support.components import optional
-from tests.support.processes import (
-    wait_until,
-)
+from tests.support.processes import wait_until
+from tests.support.raised import refusal_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch asks for a real stderr
 
@@ -197,6 +194,12 @@ def test_no_options_at_all_are_the_defaults(folder: Path) -> None:
     assert task == Classify().resolved(None)
 
 
+def test_the_options_of_a_task(folder: Path) -> None:
+    config, task = parse([*mine("Rich"), "--depth", "5", "--sizes", "7", "8", "9", "--mode", "y", "--lr", "1"])
+    assert task.options() | {"depth": 5, "sizes": (7, 8, 9), "mode": "y", "rate": 0.5, "width": 32} == task.options()
+    assert (config.lr, config.run_dir) == (1.0, Path("runs/Rich"))
+
+
 def another_value(option: Field[Any], hint: Any, file: Path) -> Any:
     """Not the default."""
     if get_origin(hint) is Literal:
@@ -264,16 +267,7 @@ def test_the_run_directory_holds_the_values_of_options(folder: Path) -> None:
         ("runs/{lr", "unmatched brace"),
         ("runs/lr}", "unmatched brace"),
     ):
-        with pytest.raises(Refusal) as caught:
-            run_dir(template)
-        assert str(caught.value).startswith(f"--run-dir {template}: {said}")
-
-
-def test_the_options_of_a_task(folder: Path) -> None:
-    config, task = parse([*mine("Rich"), "--depth", "5", "--sizes", "7", "8", "9", "--mode", "y", "--lr", "1"])
-    assert task.options() | {"depth": 5, "sizes": (7, 8, 9), "mode": "y", "rate": 0.5, "width": 32} == task.options()
-    assert config.lr == 1.0
-    assert config.run_dir == Path("runs/Rich")
+        assert refusal_of(run_dir, template).startswith(f"--run-dir {template}: {said}")
 
 
 @pytest.mark.parametrize("name", ["Undecorated", "OtherDefault", "NotAnnotated", "Below"])
@@ -290,9 +284,7 @@ def test_what_looks_like_an_option_and_is_none_is_refused(folder: Path, name: st
 
 
 @pytest.mark.parametrize("arguments", [["--help"], [*mine("Rich"), "--help"], ["-h"]])
-def test_help_lists_every_option_with_its_default(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
+def test_help_lists_every_option(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(arguments)
     assert not ended.value.code
@@ -304,9 +296,7 @@ def test_help_lists_every_option_with_its_default(
     assert ("--depth" in text and "Layers of my network." in text) == ("--task" in arguments)
 
 
-def test_the_help_names_a_task_s_options_that_torchrun_takes_for_abbreviations(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_names_options_that_torchrun_takes_for_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     with (folder.parent / "tasks_of_mine.py").open("a") as file:
@@ -394,11 +384,7 @@ OF_COMPONENTS = (
 )
 
 
-COMMANDS = (
-    MultiNode,
-    *(it for name in OF_COMPONENTS for it in optional(name)),
-    *subcommands().values(),
-)
+COMMANDS = (MultiNode, *(it for name in OF_COMPONENTS for it in optional(name)), *subcommands().values())
 
 
 @pytest.mark.parametrize("options", [*GROUPS, *map(load_task, built_in()), *COMMANDS])
@@ -428,9 +414,7 @@ def test_one_line_is_left_of_the_framed_message_on_any_terminal(
         parse(["--batch-sise", "4"])
     expected = "Unrecognized options: --batch-sise, 4; did you mean --batch-size? (--help lists all options)"
     assert str(caught.value) == expected
-    with pytest.raises(Refusal) as caught:
-        parse(["--keep", "one"])
-    assert str(caught.value) == "--keep one: must be a whole number (--help lists all options)"
+    assert refusal_of(parse, ["--keep", "one"]) == "--keep one: must be a whole number (--help lists all options)"
 
 
 def test_another_runs_directory_is_refused_by_name_with_both_values(folder: Path, refused: Refused) -> None:
@@ -462,10 +446,8 @@ def test_a_file_lies_under_the_command_line(folder: Path) -> None:
     assert config.lr == Config().lr
     assert parse(toml(folder, lr=1))[0].lr == 1.0, "a whole number is a float too"
     file = toml(folder, micro_batch=0, micro_batches=2)
-    assert [(c.micro_batch, c.micro_batches) for c, _ in (parse(file), parse([*file, "--micro-batch=8"]))] == [
-        (0, 2),
-        (8, 0),
-    ]
+    cuts = [(c.micro_batch, c.micro_batches) for c, _ in (parse(file), parse([*file, "--micro-batch=8"]))]
+    assert cuts == [(0, 2), (8, 0)]
 
 
 def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:
@@ -494,9 +476,7 @@ def test_a_file_can_name_the_task_and_its_options(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_type_in_a_file(
-    folder: Path, refused: Refused, task: str, name: str, value: Any, expected: str
-) -> None:
+def test_wrong_types_in_a_file(folder: Path, refused: Refused, task: str, name: str, value: Any, expected: str) -> None:
     message = refused(*toml(folder, **{"task": task, name: value}))
     start = f"--config ../options.toml: {name} = {value!r} has the wrong type; expected "
     assert message.startswith(start)
@@ -540,9 +520,7 @@ def test_what_a_run_saves_starts_the_same_run(folder: Path, arguments: list[str]
 def said_of_nonsense(option: Field[Any], hint: Any) -> str:
     """What is said of a value that is neither a number nor a choice."""
     values = ["x!"] * (len(get_args(hint)) if get_origin(hint) is tuple else 1)
-    with pytest.raises(Refusal) as refused:
-        parse([f"{flag(option.name)}=x!"] if hint is bool else [flag(option.name), *values])
-    return str(refused.value)
+    return refusal_of(parse, [f"{flag(option.name)}=x!"] if hint is bool else [flag(option.name), *values])
 
 
 NOT_TEXT = [it for it in fields(Config) if get_type_hints(Config)[it.name] not in (str, Path | None, tuple[str, ...])]
@@ -671,32 +649,27 @@ def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again
         (lambda: int("x"), "with base 10: 'x' at "),
     ],
 )
-def test_an_error_says_what_to_do_if_that_is_known(
-    fail: Callable[[], int], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_says_what_to_do(fail: Callable[[], int], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(fail) == 1
     *trace, line = capsys.readouterr().err.splitlines()
     assert expected in line
     assert not [it for it in trace if "/src/evenkeel/" in it]
 
 
+def fails(error: Exception) -> int:
+    raise error
+
+
 def test_what_led_to_an_error_is_shown_with_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-
-    def main() -> int:
-        raise ValueError("a") from KeyError("b")
-
-    assert exit_code(main) == 1
+    assert exit_code(lambda: fails(from_another(ValueError("a"), KeyError("b")))) == 1
     assert "KeyError: 'b'" in capsys.readouterr().err
 
 
 def test_a_refusal_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    def main() -> int:
-        raise Refusal("a\n  b\r\n\tc")
-
-    assert exit_code(main) == 2
+    assert exit_code(lambda: fails(Refusal("a\n  b\r\n\tc"))) == 2
     assert capsys.readouterr().err == "evenkeel: a b c\n"
 
 
@@ -740,26 +713,17 @@ def test_a_node_that_joins_an_elastic_job_does_not_end_it(typed: list[str], elas
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "world_size", "local_world_size", "expected"),
+    ("values", "expected"),
     [
-        (5, None, "two", None, "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=two"),
-        (5, 0, 2, 1, "RANK=5: must be a whole number from 0 to 1;"),
-        (0, 1, 2, 2, "LOCAL_RANK=1: must be a whole number from 0 to 0;"),
-        (0, 0, 2, 3, "LOCAL_WORLD_SIZE=3: must be a whole number from 1 to 2;"),
-        (0, 0, 2, 2, "MASTER_ADDR is not set"),
+        ((5, None, "two", None), "incomplete torchrun environment: RANK=5 LOCAL_RANK=(unset) WORLD_SIZE=two"),
+        ((5, 0, 2, 1), "RANK=5: must be a whole number from 0 to 1;"),
+        ((0, 1, 2, 2), "LOCAL_RANK=1: must be a whole number from 0 to 0;"),
+        ((0, 0, 2, 3), "LOCAL_WORLD_SIZE=3: must be a whole number from 1 to 2;"),
+        ((0, 0, 2, 2), "MASTER_ADDR is not set"),
     ],
 )
-def test_a_rank_that_cannot_be(
-    refused: Refused,
-    monkeypatch: pytest.MonkeyPatch,
-    rank: int,
-    local_rank: int | None,
-    world_size: int | str,
-    local_world_size: int | None,
-    expected: str,
-) -> None:
-    values = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
-    for name, value in values.items():
+def test_a_rank_that_cannot_be(refused: Refused, monkeypatch: pytest.MonkeyPatch, values: Any, expected: str) -> None:
+    for name, value in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), values, strict=True):
         if value is not None:
             monkeypatch.setenv(name, str(value))
     assert expected in refused()

@@ -1,7 +1,5 @@
 """Data sets by name, from small real files of each format, and images that do not decode."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -1,7 +1,5 @@
 """`--decode fast` sees what `--decode exact` sees: the same part of each image, and the same files fail."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from io import BytesIO
@@ -52,9 +50,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("augment", ["none", "basic", "trivial", "rand"])
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}], ids=str)
-def test_of_an_image_that_is_not_twice_as_large_all_pixels_are_the_same(
-    tmp_path: Path, augment: str, options: Any
-) -> None:
+def test_of_images_below_twice_the_size_all_pixels_are_the_same(tmp_path: Path, augment: str, options: Any) -> None:
     """As long as Pillow's libjpeg rounds as torchvision's; both are libjpeg-turbo."""
     root = folder(tmp_path, encoded(photograph(100, 75), quality=90, **options))
     for epoch in range(10):
@@ -196,9 +192,7 @@ def test_every_decoder_gives_pillows_pixels(tmp_path: Path, way: str, monkeypatc
     assert min((seen[kind], kind) for kind in [*rare, *(f"turned {way}" for way in range(1, 9))]) >= (3, "")
 
 
-def test_the_control_a_decoder_that_turns_images_or_is_inexact_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_control_turning_and_inexact_decoders_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use("torchvision", monkeypatch)
     exactly = decoding.jpeg_decoders()["torchvision"]
     for wrong in (lambda data: exactly(data).transpose(1, 2), lambda data: exactly(data) ^ 1):
@@ -207,9 +201,7 @@ def test_the_control_a_decoder_that_turns_images_or_is_inexact_is_found(
             compare_with_pillow(20, tmp_path / "0.jpg", "TorchCodec")
 
 
-def test_nothing_turns_an_image_whose_exif_data_follow_the_first_scan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exif_data_behind_the_first_scan_turn_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use("TorchCodec", monkeypatch)
     plain, exif = (encoded(photograph(100, 60), progressive=True, **options) for options in ({}, {"exif": turned(6)}))
     start = exif.index(decoding.APP1)
@@ -220,7 +212,6 @@ def test_nothing_turns_an_image_whose_exif_data_follow_the_first_scan(
     decoder = decoding.jpeg_decoders()["TorchCodec"]
     assert decoder(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)).shape == (3, 100, 60), "control"
     expected = by_pillow(plain)
-    assert expected is not None
     assert torch.equal(read_image(path, all_of_it), expected)
 
 
@@ -229,7 +220,6 @@ def test_exact_is_pillows_whole_image_and_then_the_transform(tmp_path: Path) -> 
     for number in range(5):
         content = encoded(photograph(300, 280, number), quality=90, exif=turned(6))
         expected = by_pillow(content)
-        assert expected is not None
         exact, fast = both(folder(tmp_path, content), part="val")
         assert torch.equal(exact[:-8], of_photographs("none", SIZE)(expected).flatten())
         assert not torch.equal(exact, fast), "the control: fast decodes such images at a quarter of their size"
@@ -246,15 +236,6 @@ def test_nothing_warns_while_images_are_loaded(tmp_path: Path, way: str, monkeyp
         if hasattr(torchvision.io.image, "_warn_deprecated"):  # the control, from torchvision 0.29 on
             with pytest.raises(DeprecationWarning, match="superseded by"):
                 torchvision.io.decode_jpeg(torch.frombuffer(bytearray(encoded(photograph(9, 9))), dtype=torch.uint8))
-
-
-def test_a_decoder_that_does_not_load_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_another_torch() -> decoding.Decoder:
-        raise OSError("libtorchcodec_image.so: undefined symbol")
-
-    monkeypatch.setattr(decoding, "_torchvision", lambda: torch.clone)
-    monkeypatch.setattr(decoding, "_torchcodec", of_another_torch)
-    assert decoding.jpeg_decoders.__wrapped__() == {"torchvision": torch.clone}
 
 
 def test_a_bad_test_image_is_black_in_the_size_of_the_others(tmp_path: Path) -> None:
@@ -275,3 +256,12 @@ def test_the_way_is_settled_when_a_run_begins() -> None:
         assert Classify(dataset="imagefolder", decode="fast").resolved(recorded).decode == "fast"
     assert left_open.resolved(None).options()["decode"] == "fast"
     assert "decode" not in Classify().resolved(None).options(), "the digits are not decoded"
+
+
+def test_a_decoder_that_does_not_load_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_another_torch() -> decoding.Decoder:
+        raise OSError("libtorchcodec_image.so: undefined symbol")
+
+    monkeypatch.setattr(decoding, "_torchvision", lambda: torch.clone)
+    monkeypatch.setattr(decoding, "_torchcodec", of_another_torch)
+    assert decoding.jpeg_decoders.__wrapped__() == {"torchvision": torch.clone}

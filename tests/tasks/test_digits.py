@@ -1,7 +1,5 @@
 """The digits: the published ones, and split once and for all."""
 
-from __future__ import annotations
-
 import hashlib
 from importlib.resources import files
 

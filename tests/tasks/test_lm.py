@@ -1,7 +1,5 @@
 """The task `lm`: an exact loss and perplexity, and texts that it continues."""
 
-from __future__ import annotations
-
 from math import exp
 from pathlib import Path
 

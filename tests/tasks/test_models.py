@@ -1,7 +1,5 @@
 """Networks by name: that each of torchvision's can be built, sized and given a new head, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from evenkeel.tasks.models import (
     replace_head,
     torchvision_model,
 )
+from tests.support.raised import refusal_of
 
 ONE_OF_EACH_FAMILY = [
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "inception_v3", "maxvit_t"),
@@ -63,14 +62,22 @@ def test_a_network_runs_on_images_of_the_size_it_was_made_for(name: str) -> None
 
 
 def test_small_images_for_a_network_of_large_ones_name_the_size_to_give() -> None:
-    with pytest.raises(Refusal) as caught:
-        torchvision_model("inception_v3", 10, 32)
-    assert str(caught.value).startswith("--model inception_v3: does not take images of 32 x 32 (")
-    assert str(caught.value).endswith("use --image-size 299, the size it was made for")
-    with pytest.raises(Refusal, match="use --image-size 224"):
-        torchvision_model("vit_b_16", 10, 40)  # no multiple of its patches
+    caught = refusal_of(torchvision_model, "inception_v3", 10, 32)
+    assert caught.startswith("--model inception_v3: does not take images of 32 x 32 (")
+    assert caught.endswith("use --image-size 299, the size it was made for")
+    assert "use --image-size 224" in refusal_of(torchvision_model, "vit_b_16", 10, 40)
     with pytest.raises(Refusal, match=r"its published weights are for one size\); use --image-size 224"):
         torchvision_model("vit_b_16", 10, 32, published_weights("vit_b_16"))
+
+
+def test_an_unknown_network_names_those_that_look_like_it() -> None:
+    with pytest.raises(Refusal, match=r"^--model resnet19: is neither cnn nor .*; did you mean resnet1.* or "):
+        check_model_name("resnet19")
+    with pytest.raises(Refusal, match=r"^--model zzzzzz: .*examples: resnet18"):
+        check_model_name("zzzzzz")
+    with pytest.raises(Refusal):
+        check_model_name("deeplabv3_resnet50")  # is no classifier
+    check_model_name("cnn")
 
 
 def test_trying_a_size_draws_no_random_numbers_and_leaves_the_statistics() -> None:
@@ -85,9 +92,7 @@ def test_trying_a_size_draws_no_random_numbers_and_leaves_the_statistics() -> No
 
 
 @pytest.mark.parametrize("name", AUXILIARY)
-def test_pretrained_networks_lose_their_auxiliaryoutputs_of(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pretrained_networks_lose_auxiliary_outputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = published_weights(name)
     # a file of all of the network's tensors, each of one number; both outputs are in the published files
     with WithoutMemory():
@@ -115,13 +120,3 @@ def test_the_small_cnn_takes_any_size(channels: int, size: int) -> None:
     model = SmallCNN(5, width=4, channels=channels, size=size)
     assert model(torch.randn(2, channels, size, size)).shape == (2, 5)
     assert model.classifier.in_features <= 8 * 31**2
-
-
-def test_an_unknown_network_names_those_that_look_like_it() -> None:
-    with pytest.raises(Refusal, match=r"^--model resnet19: is neither cnn nor .*; did you mean resnet1.* or "):
-        check_model_name("resnet19")
-    with pytest.raises(Refusal, match=r"^--model zzzzzz: .*examples: resnet18"):
-        check_model_name("zzzzzz")
-    with pytest.raises(Refusal):
-        check_model_name("deeplabv3_resnet50")  # is no classifier
-    check_model_name("cnn")

@@ -1,7 +1,5 @@
 """The task `segment`: two networks and two optimizers in one step, and everything that is promised holds for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

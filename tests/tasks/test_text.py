@@ -1,7 +1,5 @@
 """Text as tokens: documents, tokenizers, the file that keeps the tokens, and windows of it."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from pathlib import Path
@@ -80,6 +78,13 @@ def test_a_long_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert tokens_of(tmp_path, BYTES, tmp_path / "kept").tolist() == expected
 
 
+def test_a_vocabulary_above_65536_tokens_has_four_bytes_each(tmp_path: Path) -> None:
+    np.array([7, 100_000], np.uint32).tofile(tmp_path / "t.bin")
+    assert tokens_of(tmp_path / "t.bin", Tokenizer("100001"), tmp_path).tolist() == [7, 100_000]
+    assert Tokenizer("50257").end == 50256, "as nanoGPT writes GPT-2's"
+    assert Tokenizer("65536").dtype == np.uint16
+
+
 def test_a_tokenizer_of_the_library(tmp_path: Path) -> None:
     library = pytest.importorskip("tokenizers")
     vocabulary = {"anne": 0, "elliot": 1, "?": 2}
@@ -97,13 +102,6 @@ def test_a_tokenizer_of_the_library(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{")
     with pytest.raises(Refusal, match=r"^--tokenizer .*t.json: cannot be read: "):
         Tokenizer(str(tmp_path / "t.json"))
-
-
-def test_a_vocabulary_above_65536_tokens_has_four_bytes_each(tmp_path: Path) -> None:
-    np.array([7, 100_000], np.uint32).tofile(tmp_path / "t.bin")
-    assert tokens_of(tmp_path / "t.bin", Tokenizer("100001"), tmp_path).tolist() == [7, 100_000]
-    assert Tokenizer("50257").end == 50256, "as nanoGPT writes GPT-2's"
-    assert Tokenizer("65536").dtype == np.uint16
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

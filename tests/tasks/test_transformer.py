@@ -1,7 +1,5 @@
 """The network of `lm`: what each place may look at."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -24,6 +22,12 @@ def test_the_mask_goes_back_to_the_token_that_ended_the_last_document() -> None:
     assert allowed == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
+def test_no_place_sees_a_later_one() -> None:
+    for end in (END, None):
+        own, other = (decoder(end)(torch.tensor([[END, 1, 2, last]]))[0, :3] for last in (3, 7))
+        assert torch.equal(own, other)
+
+
 def test_a_document_never_sees_another_one() -> None:
     """In no bit. The control: attention across the boundary, as nanoGPT has it, sees it."""
     texts = [two_documents(first) for first in ([1, 2, 3], [3, 3, 8])]
@@ -31,12 +35,6 @@ def test_a_document_never_sees_another_one() -> None:
     assert torch.equal(own, other)
     own, other = (decoder(end=None)(text)[0, 4:] for text in texts)
     assert not torch.equal(own, other)
-
-
-def test_no_place_sees_a_later_one() -> None:
-    for end in (END, None):
-        own, other = (decoder(end)(torch.tensor([[END, 1, 2, last]]))[0, :3] for last in (3, 7))
-        assert torch.equal(own, other)
 
 
 def test_a_document_is_the_same_wherever_it_begins() -> None:

@@ -1,7 +1,5 @@
 """Shares by speed: the best division, and decisions that noise does not move. Real ranks: tests/promises."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import random

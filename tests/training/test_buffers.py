@@ -1,7 +1,5 @@
 """Buffers are copied and compared a group at a time, and exactly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -53,6 +51,21 @@ def test_more_buffers_are_not_more_operations_and_in_a_loop_they_are() -> None:
     assert operations(naive_step, 50) > 10 * operations(naive_step, 2)
 
 
+def test_numbers_that_float64_does_not_hold_stay_what_they_are() -> None:
+    live = {
+        "hash": torch.tensor([2**62 + 1, -(2**62) - 1]),
+        "rotation": torch.tensor([1 + 2j, 3 - 4j]),
+        "mask": torch.tensor([0.0, float("-inf")]),
+        "seen": torch.tensor([True, False]),
+        "small": torch.tensor([0, 255], dtype=torch.uint8),
+    }
+    before = {name: value.clone() for name, value in live.items()}
+    flat_step(live, Buffers(live))
+    assert all(torch.equal(live[name], before[name]) for name in live)
+    # the control: by way of float64
+    assert live["hash"].double().long().tolist() != live["hash"].tolist()
+
+
 def test_views_of_the_committed_values_stay_and_follow() -> None:
     live = layers(2)
     buffers = Buffers(live)
@@ -77,21 +90,6 @@ def test_a_step_that_is_left_out_changes_nothing() -> None:
     buffers.commit([group.committed + 1 for group in buffers.groups], {torch.device("cpu"): torch.tensor(True)})
     assert live["a"].tolist() == [1, 2]
     assert live["b"] == 3
-
-
-def test_numbers_that_float64_does_not_hold_stay_what_they_are() -> None:
-    live = {
-        "hash": torch.tensor([2**62 + 1, -(2**62) - 1]),
-        "rotation": torch.tensor([1 + 2j, 3 - 4j]),
-        "mask": torch.tensor([0.0, float("-inf")]),
-        "seen": torch.tensor([True, False]),
-        "small": torch.tensor([0, 255], dtype=torch.uint8),
-    }
-    before = {name: value.clone() for name, value in live.items()}
-    flat_step(live, Buffers(live))
-    assert all(torch.equal(live[name], before[name]) for name in live)
-    # the control: by way of float64
-    assert live["hash"].double().long().tolist() != live["hash"].tolist()
 
 
 def test_flags_and_small_counts_go_up_and_down() -> None:

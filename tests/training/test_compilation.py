@@ -1,7 +1,5 @@
 """`--compile` and `--channels-last`: the same bits through kills and resumes, and a start that calls no compiler."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os
@@ -17,21 +15,11 @@ import torch
 from torch import nn
 
 from evenkeel.common.errors import Refusal
-from evenkeel.config import Config, validate
 from evenkeel.distributed.placement import channels_last
 from evenkeel.run import compiled_code
 from evenkeel.run.compiled_code import CompiledCode
 from evenkeel.training import compilation
 from evenkeel.training.optimization import load_optimizer
-
-
-@pytest.mark.parametrize(
-    "option", [{"strategy": "dp"}, {"model_parallel": 2}, {"place": "a=0"}, {"sync_batchnorm": True}]
-)
-def test_what_cannot_be_compiled_is_refused(option: dict[str, object]) -> None:
-    (name,) = option
-    with pytest.raises(Refusal, match=f"^--compile --{name.replace('_', '-')}"):
-        validate(Config(compile=True, **option).resolved())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -60,6 +48,15 @@ def test_what_is_kept_comes_back_on_another_node(code: CompiledCode) -> None:
     assert (code.folder / "ab" / "cab.main.so").read_bytes() == b"machine code"
     code.unpack(starts_over=True)
     assert not list(code.folder.iterdir()), "a run that begins takes nothing"
+
+
+def test_an_archive_writes_nothing_outside_its_folder(code: CompiledCode, tmp_path: Path) -> None:
+    code.pack()
+    before = {*tmp_path.rglob("*")}
+    code.archive.write_bytes(zipped(["../../evil.so", f"{tmp_path}/evil.so", "ab/../../../evil.so"]))
+    code.unpack(starts_over=False)
+    new = {path for path in {*tmp_path.rglob("*")} - before if not path.is_relative_to(code.folder)}
+    assert not new
 
 
 def test_code_that_is_not_ours_or_not_whole_is_not_run(code: CompiledCode) -> None:
@@ -124,15 +121,6 @@ def test_an_archive_that_cannot_be_read_is_compiled_anew(code: CompiledCode, con
     assert line in (told := code.unpack(starts_over=False))
     assert "\n" not in told
     assert not list(code.folder.iterdir()), "nor a part of it"
-
-
-def test_an_archive_writes_nothing_outside_its_folder(code: CompiledCode, tmp_path: Path) -> None:
-    code.pack()
-    before = {*tmp_path.rglob("*")}
-    code.archive.write_bytes(zipped(["../../evil.so", f"{tmp_path}/evil.so", "ab/../../../evil.so"]))
-    code.unpack(starts_over=False)
-    new = {path for path in {*tmp_path.rglob("*")} - before if not path.is_relative_to(code.folder)}
-    assert not new
 
 
 def test_a_library_that_is_being_linked_is_left_for_the_next_time(code: CompiledCode) -> None:

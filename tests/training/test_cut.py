@@ -1,7 +1,5 @@
 """The default cut of a step, decided once and recorded; and cuts into single samples, refused where they would fail."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -64,9 +62,7 @@ SIZE = {"micro_batch": 8}  # typed, or of an older version, which wrote the size
         *((ranks, SIZE | {"micro_batches": 0}, {}, (8, 0)) for ranks in (1, 8, 64)),
     ],
 )
-def test_which_cut_is_settled(
-    ranks: int, recorded: dict[str, Any], options: dict[str, Any], expected: tuple[int, int]
-) -> None:
+def test_settled_cuts(ranks: int, recorded: dict[str, Any], options: dict[str, Any], expected: tuple[int, int]) -> None:
     assert cut(ranks, recorded, **options) == expected
 
 
@@ -110,8 +106,6 @@ def test_which_models_have_batchnorm() -> None:
     assert not has_batchnorm(model.eval()), "frozen"
 
 
-# micro-batches of one sample
-
 ALONE = World(0, 0, 1, 1, torch.device("cpu"), launched=False)
 TINY = Classify(dataset="fake", model_="shufflenet_v2_x0_5", image_size=32)
 
@@ -134,17 +128,6 @@ def test_steps_that_are_not_reached_gpus_and_common_statistics() -> None:
     assert single(plan, together=True) == 12
 
 
-def refusal(batch: int, micro: Any, samples: int, task: Classify = TINY, model: nn.Module | None = None) -> str:
-    """What is said of a cut; empty if it is let in."""
-    config = Config(batch_size=batch, micro_batch=micro).resolved()
-    try:
-        plan, data = Plan.of(config, samples), task.train_dataset()
-        refuse_single_samples(config, task.loss, model or task.model(), plan, ALONE, data)
-    except Refusal as refused:
-        return str(refused)
-    return ""
-
-
 def test_the_refusal_names_sizes_that_do() -> None:
     assert refusal(8, 4, 101) == (
         "--batch-size 8 --micro-batch 4: the last step of an epoch has 5 samples, of which a micro-batch gets only one,"
@@ -154,6 +137,17 @@ def test_the_refusal_names_sizes_that_do() -> None:
     assert refusal(8, 4, 97).endswith("; --batch-size 7 --micro-batch 4 leaves no single sample")
     assert refusal(7, 4, 97) == ""
     assert refusal(8, "auto", 97).endswith("; --batch-size 7 leaves no single sample")
+
+
+def refusal(batch: int, micro: Any, samples: int, task: Classify = TINY, model: nn.Module | None = None) -> str:
+    """What is said of a cut; empty if it is let in."""
+    config = Config(batch_size=batch, micro_batch=micro).resolved()
+    try:
+        plan, data = Plan.of(config, samples), task.train_dataset()
+        refuse_single_samples(config, task.loss, model or task.model(), plan, ALONE, data)
+    except Refusal as refused:
+        return str(refused)
+    return ""
 
 
 def test_only_what_would_fail_is_refused() -> None:

@@ -1,7 +1,5 @@
 """Digests: every bit and every place counts, the way of adding up does not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -57,9 +55,7 @@ def test_a_single_bit_anywhere_shows(size: int, seed: int, data: st.DataObject) 
 
 
 @given(st.integers(2, 40), seeds, st.data())
-def test_two_elements_that_change_places_show_where_a_sum_of_floats_is_the_same(
-    size: int, seed: int, data: st.DataObject
-) -> None:
+def test_two_elements_that_change_places_show_unlike_in_a_sum(size: int, seed: int, data: st.DataObject) -> None:
     values = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).float()
     one, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     swapped = values.clone()

@@ -1,7 +1,5 @@
 """Every test sample once: in one process, where the result can be compared with a plain loop."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -43,28 +41,18 @@ def test_set() -> InMemory:
 def model() -> nn.Module:
     """With layers that behave differently in training."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, CLASSES)
-    ).double()
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, CLASSES))
+    return net.double()
 
 
 class Classify(Classification):
     """Cross-entropy and accuracy of whatever it is given."""
 
-    def train_dataset(self) -> SizedDataset:
-        raise NotImplementedError
-
-    def test_dataset(self) -> SizedDataset:
-        raise NotImplementedError
-
-    def model(self) -> nn.Module:
-        raise NotImplementedError
+    train_dataset = test_dataset = model = None
 
 
-def evaluation(
-    task: Task, model: nn.Module, test_set: SizedDataset, micro_batch: int = 5, workers: int = 0
-) -> Evaluation:
-    return Evaluation(task, model, test_set, Config(micro_batch=micro_batch, num_workers=workers), ALONE)
+def evaluation(task: Task, model: nn.Module, data: SizedDataset, micro_batch: int = 5, workers: int = 0) -> Evaluation:
+    return Evaluation(task, model, data, Config(micro_batch=micro_batch, num_workers=workers), ALONE)
 
 
 def plain_loop(model: nn.Module, test_set: InMemory) -> dict[str, float]:
@@ -117,16 +105,13 @@ def test_metrics_that_draw_do_not_depend_on_the_kind_of_data_set_or_on_who_loads
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_evaluated_in_evaluation_mode_without_gradients_and_left_as_it_was(
-    model: nn.Module, test_set: InMemory, training: bool
-) -> None:
+def test_the_model_is_in_evaluation_mode_and_left_alone(model: nn.Module, test_set: InMemory, training: bool) -> None:
     modes = []
 
     class Watching(Classify):
         def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-            modes.append(
-                (any(m.training for m in model.modules()), torch.is_grad_enabled(), model(batch[0]).requires_grad)
-            )
+            training = any(m.training for m in model.modules())
+            modes.append((training, torch.is_grad_enabled(), model(batch[0]).requires_grad))
             return super().metrics(model, batch)
 
     model.train(training)
@@ -169,10 +154,8 @@ def test_summarize_turns_means_of_any_shape_into_numbers(model: nn.Module, test_
     model.eval()
     images, labels = test_set.tensors
     guesses = model(images).argmax(1)
-    ious = [
-        ((guesses == c) & (labels == c)).sum().item() / ((guesses == c) | (labels == c)).sum().item()
-        for c in range(CLASSES)
-    ]
+    each = [(guesses == c, labels == c) for c in range(CLASSES)]
+    ious = [(guess & label).sum().item() / (guess | label).sum().item() for guess, label in each]
     assert found == {"iou": pytest.approx(sum(ious) / CLASSES, rel=1e-13)}
 
 
@@ -202,9 +185,7 @@ def test_a_random_test_set_is_the_same_every_time_and_for_any_cut_and_workers(mo
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_rehearsal_is_the_first_micro_batch_and_leaves_no_trace(
-    model: nn.Module, test_set: InMemory, workers: int
-) -> None:
+def test_a_rehearsal_is_a_micro_batch_and_leaves_no_trace(model: nn.Module, test_set: InMemory, workers: int) -> None:
     seen: list[int] = []
 
     class Careless(Classify):

@@ -1,7 +1,5 @@
 """Operations and tokens of a sample."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The gradient of a step is that of the mean over the global batch, at any world size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Which models can be built on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

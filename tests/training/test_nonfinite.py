@@ -1,7 +1,5 @@
 """A step whose loss or gradient is not finite: left out or the end, alike on all ranks, and never in the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Odd models: each trains, is captured and loads again, or is refused or ended in a line before the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -103,9 +101,7 @@ MODELS: list[tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = [
 
 @pytest.mark.filterwarnings("ignore")  # torch deprecates its own ways
 @pytest.mark.parametrize(("make", "optimizer", "expected"), MODELS)
-def test_an_odd_model_is_trained_and_loaded_again_or_explained(
-    make: Callable[[], nn.Module], optimizer: Callable[[Any], Any], expected: str
-) -> None:
+def test_trained_or_explained(make: Callable[[], nn.Module], optimizer: Callable[[Any], Any], expected: str) -> None:
     plan = Plan(8, global_batch=4, micro_batch=2, epochs=2)
     batches = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
 

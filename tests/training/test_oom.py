@@ -1,7 +1,5 @@
 """Memory that runs out: what is said, how a run goes on, and the micro-batch that fits."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

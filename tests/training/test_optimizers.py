@@ -1,7 +1,5 @@
 """--optimizer, --betas and --momentum: what torch's optimizers get, what muon takes of a model, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +108,7 @@ def test_options_that_would_have_no_effect_or_no_meaning_are_refused(options: di
         build_optimizers(nn.Embedding(3, 2), Config(**options))
 
 
-def test_muon_is_refused_on_an_older_torch_and_for_a_task_that_builds_one_for_each_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_muon_is_refused_on_an_older_torch_and_for_optimizers_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refusal, match=r"--optimizer muon: needs a task without its own optimizers\(\)"):
         build_optimizer(network().parameters(), Config(optimizer="muon"))
     monkeypatch.delattr(torch.optim, "Muon", raising=False)

@@ -1,7 +1,5 @@
 """Parts of a loss, and several metrics from one forward pass, in one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -123,16 +121,6 @@ def test_a_part_changes_no_bit_of_the_gradient() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("task", [Tops(), OnlyTheLoss()])
-def test_top_1_and_top_5_of_the_evaluation_take_one_pass(task: Tops) -> None:
-    model, data = task.model(), task.test_dataset()
-    found = Evaluation(task, model, data, Config(micro_batch=8), ALONE)()
-    assert model.passes == 5
-    images, labels = data.tensors
-    for most in (1, 5):
-        assert found[f"top{most}"] == pytest.approx(hits(model(images), labels, most).double().mean().item())
-
-
 def test_among_the_gpus_of_one_process_parts_count_by_samples() -> None:
     """With copies on the CPU, as in test_data_parallel."""
     task = Tops()
@@ -142,6 +130,16 @@ def test_among_the_gpus_of_one_process_parts_count_by_samples() -> None:
     whole, expected = Loss(model, task.loss)(batch)
     torch.testing.assert_close(loss, whole)
     torch.testing.assert_close(parts, expected)
+
+
+@pytest.mark.parametrize("task", [Tops(), OnlyTheLoss()])
+def test_top_1_and_top_5_of_the_evaluation_take_one_pass(task: Tops) -> None:
+    model, data = task.model(), task.test_dataset()
+    found = Evaluation(task, model, data, Config(micro_batch=8), ALONE)()
+    assert model.passes == 5
+    images, labels = data.tensors
+    for most in (1, 5):
+        assert found[f"top{most}"] == pytest.approx(hits(model(images), labels, most).double().mean().item())
 
 
 def test_parts_may_be_numbers_and_may_be_named_as_they_are_logged() -> None:

@@ -1,7 +1,5 @@
 """Mixed precision: what is computed in which type, float16's loss scaling, and both through kills."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -82,12 +80,10 @@ class Training:
 
     @property
     def scale(self) -> float:
-        assert self.state.scaler
         return self.state.scaler.scale.item()
 
     @property
     def overflows(self) -> int:
-        assert self.state.scaler
         return int(self.state.scaler.overflows)
 
 
@@ -95,9 +91,7 @@ class Training:
     ("precision", "computed"),
     [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_the_passes_are_in_the_type_that_was_asked_for_and_the_weights_in_float32(
-    precision: Precision, computed: torch.dtype
-) -> None:
+def test_passes_are_in_the_type_asked_for_and_weights_in_float32(precision: Precision, computed: torch.dtype) -> None:
     training = Training(precision)
     norm = training.take(3)
     assert training.task.types == {computed}
@@ -105,11 +99,6 @@ def test_the_passes_are_in_the_type_that_was_asked_for_and_the_weights_in_float3
     reference = Training("fp32")
     torch.testing.assert_close(norm, reference.take(3), rtol=0.1, atol=0)
     assert (training.weights() == reference.weights()) == (computed == torch.float32)
-
-
-def test_the_scale_itself_changes_no_gradient_that_is_no_rounding_error() -> None:
-    norms = [Training("fp16", scale).take(1) for scale in (256.0, 1024.0)]
-    torch.testing.assert_close(norms[0], norms[1], rtol=1e-3, atol=0)
 
 
 def test_an_overflow_is_left_out_and_halves_the_scale_and_some_good_steps_double_it() -> None:
@@ -150,6 +139,25 @@ def test_the_scale_follows_the_rule_of_torchs_grad_scaler() -> None:
     assert 0 < int(ours.overflows) == sum(flags)
 
 
+def test_tf32_is_chosen_for_gpus_and_said_to_be_float32_on_a_cpu() -> None:
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        for tf32 in (True, False):
+            fix_arithmetic(exact=False, tf32=tf32)
+            assert [backend.allow_tf32 for backend in backends] == [tf32, tf32]
+        torch.set_float32_matmul_precision("high")  # in a task's file
+        assert "float32 products, high, is reset" in fix_arithmetic(exact=False)
+        if hasattr(torch.backends, "fp32_precision"):  # since 2.9; mixed with the older setting, torch raises
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            assert "tf32, CPU ieee, is reset" in fix_arithmetic(exact=False)
+        assert fix_arithmetic(exact=False) == ""
+        assert matmul_precision() == "highest"
+    finally:
+        fix_arithmetic(exact=False)
+    assert substitute("tf32", CPU) == "--precision tf32: a CPU has no TF32 and computes in float32"
+    assert [substitute(precision, CPU) for precision in ("fp32", "bf16", "fp16")] == ["", "", ""]
+
+
 @pytest.mark.parametrize("factor", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite_is_no_matter_of_scale(factor: float) -> None:
     training = Training("fp16", factor=factor)
@@ -174,6 +182,11 @@ def test_a_model_that_overflows_at_the_least_scale_is_not_left_out_for_ever() ->
     assert (training.scale, training.overflows) == (FLOOR, 2)
 
 
+def test_the_scale_itself_changes_no_gradient_that_is_no_rounding_error() -> None:
+    norms = [Training("fp16", scale).take(1) for scale in (256.0, 1024.0)]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-3, atol=0)
+
+
 def test_a_state_with_a_scaler_goes_on_as_if_it_had_never_stopped_and_without_it_does_not() -> None:
     undisturbed = Training("fp16", scale=2.0**26, interval=4, ema=0.9)
     undisturbed.take(12)
@@ -195,22 +208,3 @@ def test_a_state_with_a_scaler_goes_on_as_if_it_had_never_stopped_and_without_it
     # the control
     forgetful = continued(saved | {"scaler": Scaler(CPU, 2.0**26).state_dict()})
     assert forgetful.weights() != undisturbed.weights()
-
-
-def test_tf32_is_chosen_for_gpus_and_said_to_be_float32_on_a_cpu() -> None:
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    try:
-        for tf32 in (True, False):
-            fix_arithmetic(exact=False, tf32=tf32)
-            assert [backend.allow_tf32 for backend in backends] == [tf32, tf32]
-        torch.set_float32_matmul_precision("high")  # in a task's file
-        assert "float32 products, high, is reset" in fix_arithmetic(exact=False)
-        if hasattr(torch.backends, "fp32_precision"):  # since 2.9; mixed with the older setting, torch raises
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-            assert "tf32, CPU ieee, is reset" in fix_arithmetic(exact=False)
-        assert fix_arithmetic(exact=False) == ""
-        assert matmul_precision() == "highest"
-    finally:
-        fix_arithmetic(exact=False)
-    assert substitute("tf32", CPU) == "--precision tf32: a CPU has no TF32 and computes in float32"
-    assert [substitute(precision, CPU) for precision in ("fp32", "bf16", "fp16")] == ["", "", ""]

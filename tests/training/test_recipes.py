@@ -1,7 +1,5 @@
 """Averaged weights, frozen parts, what is decayed, early stopping, evaluation alone, smoke runs, reproducibility."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import nn
 
 from evenkeel.common.errors import Ended, Refusal
-from evenkeel.config import Config, changed_options, saved_options, validate
+from evenkeel.config import Config, changed_options, saved_options
 from evenkeel.data.dataset import InMemory, Limited, limited
 from evenkeel.training.buffers import Buffers
 from evenkeel.training.determinism import operations_named
@@ -21,6 +19,7 @@ from evenkeel.training.optimization import build_optimizer, clip_grad_norm, load
 from evenkeel.training.state import State
 from evenkeel.training.state_dicts import sha256
 from evenkeel.training.task_state import TaskState
+from tests.support.raised import line_of, refusal_of
 from tests.training.test_gradients import ALONE, TinyTask
 
 
@@ -51,7 +50,12 @@ def test_the_gradient_of_a_parameter_that_no_optimizer_has_does_not_add_up() -> 
     assert torch.equal(*norms)
 
 
-# averaged weights
+def test_a_model_that_cannot_be_copied_has_no_average() -> None:
+    model = nn.utils.weight_norm(nn.Linear(2, 2))
+    with torch.enable_grad():
+        model(torch.ones(1, 2))
+    with pytest.raises(Refusal, match=r"^--ema: the model cannot be copied .*parametrizations\.weight_norm"):
+        State(model, [build_optimizer(model.parameters(), Config())], ema=0.9)
 
 
 def test_what_after_step_makes_of_the_weights_is_averaged() -> None:
@@ -67,14 +71,6 @@ def test_what_after_step_makes_of_the_weights_is_averaged() -> None:
     state = State(model, optimizers, ema=0.9, task_state=own)
     take(state)
     assert state.best_model.get_parameter("weight").eq(-0.01 * 9 / 11).all()
-
-
-def test_a_model_that_cannot_be_copied_has_no_average() -> None:
-    model = nn.utils.weight_norm(nn.Linear(2, 2))
-    with torch.enable_grad():
-        model(torch.ones(1, 2))
-    with pytest.raises(Refusal, match=r"^--ema: the model cannot be copied .*parametrizations\.weight_norm"):
-        State(model, [build_optimizer(model.parameters(), Config())], ema=0.9)
 
 
 def test_the_average_follows_the_weights_and_forgets_the_random_start() -> None:
@@ -95,24 +91,6 @@ def test_the_average_follows_the_weights_and_forgets_the_random_start() -> None:
     assert state.best_model.state_dict()["0.1.running_mean"].eq(7).all(), "buffers are those of the last good step"
     assert averaged(state.capture()).keys() == model.state_dict().keys()
     assert not state.best_model.training
-
-
-def test_a_tied_weight_has_one_average() -> None:
-    model = nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
-    model["other"].weight = model["one"].weight
-    average = Average(model, 0.9, Buffers({}))
-    with torch.no_grad():
-        model["one"].weight.add_(1)
-    average.update(100, torch.tensor(False))
-    saved = average.state_dict()
-    assert saved.keys() == model.state_dict().keys()
-    assert torch.equal(saved["one.weight"], saved["other.weight"])
-    fresh = Average(model, 0.9, Buffers({}))
-    fresh.load_state_dict({k: v.clone() for k, v in saved.items()}, model.state_dict(), {})
-    assert sha256(fresh.state_dict()) == sha256(saved)
-
-
-# what is decayed
 
 
 def test_norms_and_biases_are_not_decayed_unless_asked_for() -> None:
@@ -153,15 +131,6 @@ def test_a_run_whose_parameters_were_one_group_goes_on_with_its_own_momenta(opti
         load_optimizer(torch.optim.SGD([other.weight], 0.1), old.capture()["optimizers"][0], [other.weight])
 
 
-def test_the_learning_rate_in_steps() -> None:
-    config = Config(schedule="step", warmup_steps=3)
-    rates = [rate(config, step, 15) for step in range(15)]
-    assert rates == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 4 + [0.1] * 4 + [0.01] * 4)
-
-
-# frozen parts
-
-
 @pytest.mark.parametrize("pattern", ["0", "0.*"])
 def test_a_frozen_part_learns_nothing_and_its_statistics_stay(pattern: str) -> None:
     model = network()
@@ -182,43 +151,31 @@ def test_parameters_alone_are_frozen_by_their_names() -> None:
     assert all(module.training for module in model.modules())
 
 
+def test_a_tied_weight_has_one_average() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
+    model["other"].weight = model["one"].weight
+    average = Average(model, 0.9, Buffers({}))
+    with torch.no_grad():
+        model["one"].weight.add_(1)
+    average.update(100, torch.tensor(False))
+    saved = average.state_dict()
+    assert saved.keys() == model.state_dict().keys()
+    assert torch.equal(saved["one.weight"], saved["other.weight"])
+    fresh = Average(model, 0.9, Buffers({}))
+    fresh.load_state_dict({k: v.clone() for k, v in saved.items()}, model.state_dict(), {})
+    assert sha256(fresh.state_dict()) == sha256(saved)
+
+
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
         (["fc"], "--freeze fc: no module or parameter has that name; there are: 0, 1"),
-        (
-            ["0.1.weigth"],
-            "--freeze 0.1.weigth: no module or parameter has that name; the nearest are: 0.1.weight",
-        ),
+        (["0.1.weigth"], "--freeze 0.1.weigth: no module or parameter has that name; the nearest are: 0.1.weight"),
         (["0", "1"], "--freeze 0 1: nothing would be left to train; name fewer parts"),
     ],
 )
 def test_what_cannot_be_frozen_is_refused(patterns: list[str], said: str) -> None:
-    with pytest.raises(Refusal) as refusal:
-        freeze(network(), patterns)
-    assert str(refusal.value).startswith(said)
-
-
-# options
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"ema": 1.0}, "--ema 1.0: must be below 1"),
-        ({"ema": -0.1}, "--ema -0.1: must be at least 0"),
-        ({"loss_scale": 1000.0}, "--loss-scale 1000: must be a power of two"),
-        ({"loss_scale": math.inf}, "--loss-scale inf: must be a power of two"),
-        ({"loss_scale": 0.0}, "--loss-scale 0: must be a power of two"),
-        ({"patience": -1}, "--patience -1: must be at least 0"),
-        ({"limit_batches": -1}, "--limit-batches -1: must be at least 0"),
-        ({"eval_only": True, "fresh": True}, "--eval-only --fresh: one evaluates"),
-    ],
-)
-def test_options_that_cannot_be_meant(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(Refusal) as refusal:
-        validate(Config(micro_batch=8, **options))
-    assert str(refusal.value).startswith(said)
+    assert refusal_of(freeze, network(), patterns).startswith(said)
 
 
 def test_with_patience_the_rhythm_of_evaluations_shapes_the_result_and_without_it_does_not() -> None:
@@ -237,7 +194,10 @@ def test_a_smoke_run_takes_samples_from_everywhere() -> None:
     assert isinstance(few, Limited)
 
 
-# early stopping
+def test_the_learning_rate_in_steps() -> None:
+    config = Config(schedule="step", warmup_steps=3)
+    rates = [rate(config, step, 15) for step in range(15)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 4 + [0.1] * 4 + [0.01] * 4)
 
 
 def test_when_a_run_is_over() -> None:
@@ -256,8 +216,7 @@ def test_when_a_run_is_over() -> None:
     again.record_evaluation(10, {"error": 4.5})
     assert again.over(10)
     assert again.why() == "no better test/error than 4.0000 in 2 evaluations"
-    with pytest.raises(Ended, match="has no metric 'error', only loss"):
-        again.record_evaluation(12, {"loss": 1.0})
+    assert "has no metric 'error', only loss" in line_of(Ended, again.record_evaluation, 12, {"loss": 1.0})
     patient = Stopping(last_step=10, every=2)
     for step in range(2, 10, 2):
         patient.record_evaluation(step, {"accuracy": 0.5})

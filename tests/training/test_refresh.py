@@ -1,7 +1,5 @@
 """Data that a model makes: from the weights of the epoch's first step, without a trace, or not at all."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
@@ -26,6 +24,7 @@ from evenkeel.tasks import Streams, Task
 from evenkeel.training.refresh import Refresh, refuse_unrefreshable
 from evenkeel.training.state import State
 from evenkeel.training.task_data import refreshed_set, training_set
+from tests.support.raised import line_of
 from tests.support.refreshed_task import Every2, Plain, Refreshed
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"), launched=False)
@@ -58,7 +57,6 @@ def state_of(task: Task, config: Config = Config()) -> State:  # noqa: B008
 
 def data_of(task: Task, epoch: int = 1, config: Config = Config()) -> Any:  # noqa: B008
     state = state_of(task, config)
-    assert state.refresh
     state.keep_weights(state.refresh, epoch)
     return state.refresh.data(training_set(task, config), state.task_state)
 
@@ -72,7 +70,6 @@ def test_it_is_made_from_the_weights_and_the_state_at_the_epochs_first_step() ->
     task = Refreshed()
     state, other = state_of(task), state_of(later := Refreshed())
     assert state.refresh
-    assert state.task_state
     torch.nn.init.ones_(state.parameters[0])  # other weights than those it begins with
     task.past = [30.0]
     state.task_state.load({"past": [30.0]})
@@ -82,7 +79,6 @@ def test_it_is_made_from_the_weights_and_the_state_at_the_epochs_first_step() ->
     state.task_state.load({"past": [7.0]})
     other.restore(state.capture())
     assert later.past == [7.0]
-    assert other.refresh
     assert labels(other.refresh.data(later.train_dataset(), other.task_state)) == made
     assert later.past == [7.0], "the present one again"
     assert min(made) > 10, "of the state then"
@@ -100,7 +96,6 @@ def test_it_leaves_no_trace() -> None:
         return InMemory(features, torch.full((20,), drawn + epoch))
 
     state = state_of(task := Made(make))
-    assert state.refresh
     state.keep_weights(state.refresh, 2)
     before = (torch.get_rng_state().tolist(), random.getstate(), str(state.capture()))
     made = labels(state.refresh.data(task.train_dataset(), state.task_state))
@@ -108,19 +103,6 @@ def test_it_leaves_no_trace() -> None:
     assert labels(state.refresh.data(task.train_dataset(), state.task_state)) == made, "seeded"
     state.keep_weights(state.refresh, 3)
     assert labels(state.refresh.data(task.train_dataset(), state.task_state))[0] != made[0] + 1, "by the epoch"
-
-
-def test_a_random_split_is_the_same_there() -> None:
-    class Split(Made):
-        def train_dataset(self) -> Any:
-            return random_split(super().train_dataset(), [0.5, 0.5])[0]
-
-        def refresh(self, model: nn.Module, epoch: int) -> Any:
-            torch.rand(3)
-            return self.train_dataset()
-
-    assert labels(data_of(task := Split())) == labels(training_set(task, Config()))
-    assert labels(task.train_dataset()) != labels(task.train_dataset()), "the control: elsewhere it is as drawn"
 
 
 def change_weights(features: torch.Tensor, model: nn.Module, epoch: int) -> Any:
@@ -144,9 +126,7 @@ def change_in_place(features: torch.Tensor, model: nn.Module, epoch: int) -> Any
     ],
 )
 def test_what_a_resume_could_not_repeat_ends_the_run_in_a_line(make: Any, line: str) -> None:
-    with pytest.raises(EndedHere) as caught:
-        data_of(Made(make))
-    assert str(caught.value).startswith(line)
+    assert line_of(EndedHere, data_of, Made(make)).startswith(line)
 
 
 def test_a_task_state_that_it_changes_ends_the_run() -> None:
@@ -154,8 +134,20 @@ def test_a_task_state_that_it_changes_ends_the_run() -> None:
         def refresh(self, model: nn.Module, epoch: int) -> Any:
             self.past = [5.0]
 
-    with pytest.raises(EndedHere, match="the state of Changing has changed outside after_step"):
-        data_of(Changing())
+    assert "the state of Changing has changed outside after_step" in line_of(EndedHere, data_of, Changing())
+
+
+def test_a_random_split_is_the_same_there() -> None:
+    class Split(Made):
+        def train_dataset(self) -> Any:
+            return random_split(super().train_dataset(), [0.5, 0.5])[0]
+
+        def refresh(self, model: nn.Module, epoch: int) -> Any:
+            torch.rand(3)
+            return self.train_dataset()
+
+    assert labels(data_of(task := Split())) == labels(training_set(task, Config()))
+    assert labels(task.train_dataset()) != labels(task.train_dataset()), "the control: elsewhere it is as drawn"
 
 
 def test_it_has_the_part_and_the_order_of_the_training_data() -> None:
@@ -176,7 +168,6 @@ def test_it_has_the_part_and_the_order_of_the_training_data() -> None:
 def test_it_is_called_every_so_many_epochs() -> None:
     for task, epochs in ((Refreshed(), [0, 1, 2, 3]), (Every2(), [0, 2])):
         refresh = Refresh.of(task, task.model(), Config(), ALONE)
-        assert refresh
         assert [epoch for epoch in range(4) if refresh.due(epoch)] == epochs
     assert Refresh.of(Plain(), Plain().model(), Config(), ALONE) is None
 

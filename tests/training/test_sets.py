@@ -1,7 +1,5 @@
 """The sets that a run is evaluated on: by name, and split from the training data without an overlap."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -53,6 +51,11 @@ def test_names_of_sets_that_are_refused(name: Any) -> None:
         evaluation_sets(Named(), Config())
 
 
+def test_a_second_validation_set_is_refused() -> None:
+    with pytest.raises(Refusal, match="--validation 0\\.1: the task has its own validation set; leave it out"):
+        evaluation_sets(Validated(), Config(validation=0.1))
+
+
 def test_sets_that_are_empty_or_no_data_are_refused_by_name() -> None:
     class Empty(Validated):
         def test_dataset(self) -> Any:
@@ -63,6 +66,17 @@ def test_sets_that_are_empty_or_no_data_are_refused_by_name() -> None:
     Empty.validation_dataset = lambda _self: iter(())  # type: ignore[method-assign]
     with pytest.raises(Refusal, match="validation_dataset\\(\\) returned"):
         evaluation_sets(Empty(), Config())
+
+
+def test_a_dict_by_number_is_a_data_set_as_it_was() -> None:
+    class Numbered(Validated):
+        validate = False
+
+        def test_dataset(self) -> Any:
+            return dict(enumerate(samples(3, 0)))
+
+    found = evaluation_sets(Numbered(validate=False), Config())
+    assert {name: len(data) for name, data in found.items()} == {"test": 3}
 
 
 @pytest.mark.parametrize(
@@ -76,9 +90,8 @@ def test_sets_that_are_empty_or_no_data_are_refused_by_name() -> None:
 )
 @pytest.mark.parametrize("method", ["train_dataset", "validation_dataset", "test_dataset"])
 def test_a_length_that_is_none_is_refused_in_a_line(length: Any, why: str, method: str) -> None:
-    assert refusal_of(method, lambda: OfLength(length)).startswith(
-        f"{method}() returned an OfLength whose __len__ fails: {why}"
-    )
+    told = f"{method}() returned an OfLength whose __len__ fails: {why}"
+    assert refusal_of(method, lambda: OfLength(length)).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +128,6 @@ def refusal_of(method: str, makes: Any) -> str:
     return str(refused.value)
 
 
-def test_a_dict_by_number_is_a_data_set_as_it_was() -> None:
-    class Numbered(Validated):
-        validate = False
-
-        def test_dataset(self) -> Any:
-            return dict(enumerate(samples(3, 0)))
-
-    assert {name: len(found) for name, found in evaluation_sets(Numbered(validate=False), Config()).items()} == {
-        "test": 3
-    }
-
-
 @pytest.mark.parametrize("task", [Classify(), Classify(augment="basic"), *OTHERS])
 def test_the_option_validation_splits_the_training_data_of_any_task_and_leaves_the_test_data(task: Any) -> None:
     config = Config(validation=0.25)
@@ -138,8 +139,3 @@ def test_the_option_validation_splits_the_training_data_of_any_task_and_leaves_t
     assert evaluation_sets(task, Config(validation=0.25, seed=1))["validation"].indices != kept[1]  # type: ignore[attr-defined]
     first = sets["validation"][0][0]
     assert torch.equal(first, sets["validation"][0][0]), "without augmentation"
-
-
-def test_a_second_validation_set_is_refused() -> None:
-    with pytest.raises(Refusal, match="--validation 0\\.1: the task has its own validation set; leave it out"):
-        evaluation_sets(Validated(), Config(validation=0.1))

@@ -1,7 +1,5 @@
 """What --shard on refuses, each in a line before anything is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenkeel.common.errors import Refusal
 from evenkeel.training.sharding import refuse_unshardable
 from evenkeel.training.task import Task
+from tests.support.raised import refusal_of
 
 
 class Model(nn.ModuleDict):
@@ -32,42 +30,31 @@ class Usual(Task):
 
 class Parts(Usual):
     def model(self) -> nn.Module:
-        return nn.ModuleDict(super().model().items())  # type: ignore[operator]
+        return nn.ModuleDict(super().model().items())
 
 
-class Unused(Usual):
-    unused_parameters = True
+def odd(name: str, **more: Any) -> Task:
+    made: Task = type(name, (Usual,), more)()
+    return made
 
 
-class WholeBatches(Usual):
-    def batch_loss(self, embedded: Any) -> Tensor: ...  # type: ignore[empty-body]
-
-
-class Refreshed(Usual):
-    def refresh(self, model: nn.Module, epoch: int) -> Any: ...
+UNSUPPORTED = "which it does not support; leave one out"
 
 
 def refused(task: Task, change: Callable[[Any], object] = lambda _: None, optimizer: Any = torch.optim.AdamW) -> str:
     model = task.model()
     change(model)
-    optimizers = [optimizer(model.parameters(), lr=0.1)]
-    with pytest.raises(Refusal) as caught:
-        refuse_unshardable(task, model, optimizers)
-    return str(caught.value).removeprefix("--shard: ")
-
-
-def test_an_ordinary_model_is_not_refused() -> None:
-    model = Usual().model()
-    refuse_unshardable(Usual(), model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    said = refusal_of(refuse_unshardable, task, model, [optimizer(model.parameters(), lr=0.1)])
+    return said.removeprefix("--shard: ")
 
 
 @pytest.mark.parametrize(
     ("task", "line"),
     [
-        (Unused(), "an Unused says that parameters may get no gradient; leave it out"),
-        (WholeBatches(), "a WholeBatches defines batch_loss(), which it does not support; leave one out"),
+        (odd("Unused", unused_parameters=True), "an Unused says that parameters may get no gradient; leave it out"),
+        (odd("WholeBatches", batch_loss=id), f"a WholeBatches defines batch_loss(), {UNSUPPORTED}"),
         (Parts(), "a ModuleDict has no forward(); write one, and call the module in loss()"),
-        (Refreshed(), "a Refreshed defines refresh(), which it does not support; leave one out"),
+        (odd("Refreshed", refresh=id), f"a Refreshed defines refresh(), {UNSUPPORTED}"),
     ],
 )
 def test_a_task(task: Task, line: str) -> None:
@@ -102,3 +89,8 @@ def test_an_optimizer() -> None:
     assert refused(Usual(), optimizer=torch.optim.Adamax).startswith("an Adamax is not known to compute each element")
     rate = "the learning rate of an AdamW is a tensor; make it a number"
     assert refused(Usual(), optimizer=lambda it, lr: torch.optim.AdamW(it, lr=torch.tensor(lr))) == rate
+
+
+def test_an_ordinary_model_is_not_refused() -> None:
+    model = Usual().model()
+    refuse_unshardable(Usual(), model, [torch.optim.SGD(model.parameters(), lr=0.1)])

@@ -1,7 +1,5 @@
 """Copies of the state in memory that is kept: right, in no one's way, and never overwritten while they are written."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io
@@ -33,6 +31,7 @@ from evenkeel.training.state import State
 from tests.run.test_checkpoint import same
 
 CPU = torch.device("cpu")
+RANK_0 = World(0, 0, 1, 1, CPU, launched=False)
 
 
 def tree() -> dict[str, Any]:
@@ -74,6 +73,16 @@ def test_a_copy_is_bit_for_bit_what_was_there_and_shares_no_memory_with_it() -> 
     assert same(copied, live)
     assert not {t.data_ptr() for t in tensors(copied) if t.numel()} & {t.data_ptr() for t in tensors(live)}
     assert not any(t.requires_grad for t in tensors(copied))
+
+
+def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/accuracy", "max")))
+    staging, writer = Staging(CPU), ThreadPoolExecutor()
+    captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
+    with slow_disk(tmp_path):
+        saved = writer.submit(checkpoints.save, captured, {})
+        copy(staging, {"step": 2, "model": {"w": torch.full((10,), 2.0)}, "optimizers": []})
+    assert (load(saved.result())["model"]["w"] == 2).all(), "a checkpoint of step 1 with the weights of step 2"
 
 
 class Diverging(torch.optim.SGD):
@@ -239,11 +248,6 @@ class Training:
         return all(bool((weight == found["step"]).all()) for weight in found["model"].values())
 
 
-@pytest.fixture
-def rank_0() -> World:
-    return World(0, 0, 1, 1, CPU, launched=False)
-
-
 @contextlib.contextmanager
 def slow_disk(folder: Path) -> Iterator[None]:
     """Whoever wants to write a checkpoint waits, after it has been copied, until this is over."""
@@ -257,10 +261,8 @@ def slow_disk(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("grace", [25, 1], ids=["waits for the writer", "cannot wait and takes new memory in time"])
-def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
-    tmp_path: Path, rank_0: World, grace: float
-) -> None:
-    training = Training(tmp_path / "run", rank_0, grace=grace)
+def test_a_rescue_while_a_checkpoint_is_written_leaves_two_whole(tmp_path: Path, grace: float) -> None:
+    training = Training(tmp_path / "run", RANK_0, grace=grace)
     with slow_disk(tmp_path / "run" / "checkpoints"):
         training.step()
         training.run.checkpointer.after_step({})
@@ -276,18 +278,8 @@ def test_a_rescue_while_a_checkpoint_is_being_written_leaves_two_whole_ones(
     assert training.saved(2)
 
 
-def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/accuracy", "max")))
-    staging, writer = Staging(CPU), ThreadPoolExecutor()
-    captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
-    with slow_disk(tmp_path):
-        saved = writer.submit(checkpoints.save, captured, {})
-        copy(staging, {"step": 2, "model": {"w": torch.full((10,), 2.0)}, "optimizers": []})
-    assert (load(saved.result())["model"]["w"] == 2).all(), "a checkpoint of step 1 with the weights of step 2"
-
-
-def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path, rank_0: World) -> None:
-    training = Training(tmp_path / "run", rank_0)
+def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", RANK_0)
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     for _ in range(3):
         training.step()
@@ -312,11 +304,8 @@ def test_memory_to_be_page_locked_is_as_large_as_the_state() -> None:
     assert sum(t.nbytes for t in sources) <= memory.nbytes < sum(t.nbytes for t in sources) + ALIGNED * len(sources)
     first = memory.data_ptr()
     for part, source in zip(parts, sources, strict=True):
-        assert (part.shape, part.dtype, part.stride()) == (
-            source.shape,
-            source.dtype,
-            torch.empty_like(source).stride(),
-        )
+        assert (part.shape, part.dtype) == (source.shape, source.dtype)
+        assert part.stride() == torch.empty_like(source).stride()
         assert part.untyped_storage().nbytes() == part.nbytes, "a file would have all the memory for each tensor"
         assert not part.numel() or (first <= part.data_ptr() and part.data_ptr() + part.nbytes <= first + memory.nbytes)
         part.copy_(source)

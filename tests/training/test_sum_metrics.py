@@ -1,7 +1,5 @@
 """torchmetrics' objects in an evaluation: what they say of the whole set, however it is cut."""
 
-from __future__ import annotations
-
 import doctest
 from typing import Any
 
@@ -27,11 +25,12 @@ from torchmetrics.classification import (
 from torchmetrics.text import WordErrorRate
 from torchmetrics.wrappers import Running
 
-from evenkeel.common.errors import EndedHere, Refusal
+from evenkeel.common.errors import EndedHere
 from evenkeel.data.dataset import InMemory
 from evenkeel.training import sum_metrics
 from evenkeel.training.sum_metrics import SumMetrics
 from tests.support.processes import ROOT
+from tests.support.raised import refusal_of
 from tests.support.readme import blocks
 from tests.training.test_evaluation import Classify, evaluation
 
@@ -103,9 +102,8 @@ def test_they_say_what_torchmetrics_says_of_the_whole_set(test_set: InMemory, mi
     for name, metric in of_classes().items():
         assert torch.equal(task.found[name], whole(metric, scores, labels)), f"{name}: counts, so the same bits"
     for name, metric in of_numbers().items():
-        torch.testing.assert_close(
-            task.found[name], whole(metric, scores, nn.functional.one_hot(labels, CLASSES).float())
-        )
+        expected = whole(metric, scores, nn.functional.one_hot(labels, CLASSES).float())
+        torch.testing.assert_close(task.found[name], expected)
     assert task.found.keys() == {"loss", *of_classes(), *of_numbers()}
     assert all(torch.equal(task.found[name], value) for name, value in again.items()), "nothing is left in them"
 
@@ -165,6 +163,13 @@ def test_a_state_that_begins_with_another_number_than_zero_has_it_once() -> None
         SumMetrics(own=Fractions(torch.tensor(0))).of(torch.ones(3))
 
 
+def test_the_example() -> None:
+    names = {"torch": torch, "MeanSquaredError": MeanSquaredError}
+    results = doctest.testmod(sum_metrics, extraglobs=names)
+    assert results.attempted
+    assert not results.failed
+
+
 @pytest.mark.parametrize(
     ("metric", "reason"),
     [
@@ -181,17 +186,7 @@ def test_a_state_that_begins_with_another_number_than_zero_has_it_once() -> None
 )
 def test_what_is_no_sum_is_refused_when_the_object_is_made(metric: Any, reason: str) -> None:
     SumMetrics(mean=MeanMetric())
-    with pytest.raises(Refusal) as refused:
-        SumMetrics(mean=MeanMetric(), mine=metric)
-    assert str(refused.value).startswith(f"mine: {reason}")
-    assert "\n" not in str(refused.value)
-
-
-def test_the_example() -> None:
-    names = {"torch": torch, "MeanSquaredError": MeanSquaredError}
-    results = doctest.testmod(sum_metrics, extraglobs=names)
-    assert results.attempted
-    assert not results.failed
+    assert refusal_of(SumMetrics, mean=MeanMetric(), mine=metric).startswith(f"mine: {reason}")
 
 
 def test_the_task_in_the_documents(test_set: InMemory) -> None:

@@ -1,7 +1,5 @@
 """Networks that take turns, and a gradient penalty, beside a plain loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,18 +1,16 @@
 """Losses over all samples of a step, beside plain autograd on the whole batch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evenkeel.common.errors import EndedHere, Refusal
+from evenkeel.common.errors import EndedHere
 from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.data.randomness import derive, seed_computation
@@ -27,6 +25,7 @@ from evenkeel.training.state import State
 from evenkeel.training.task import Task
 from evenkeel.training.whole_batch import WholeBatch, of_whole_batches, refuse_unfit
 from evenkeel.training.whole_batch_evaluation import evaluation_of
+from tests.support.raised import refusal_of
 from tests.support.steps import passes
 from tests.support.whole_batch_task import Plain, nt_xent
 from tests.training.test_gradients import ALONE
@@ -250,6 +249,14 @@ def test_a_loss_that_is_not_finite_makes_the_norm_so() -> None:
     assert not clip_grad_norm(learner.state.parameters, 0.0).isfinite()
 
 
+def test_other_rows_in_a_later_step_are_refused() -> None:
+    """Only the first is compared between ranks."""
+    learner = taken(network(), lambda m, b: first(m, b)[:, : int(b[0].sum() > 100) + 2], whitening)
+    bad = [[torch.full((m.size, 6), 99.0), LABELS[: m.size]] for m in PLAN.micro_batches(1)]
+    with pytest.raises(EndedHere, match=r"rows of \[2\] float32 for one batch and of \[3\] float32 for another"):
+        passes(learner, 1, PLAN.micro_batches(1), bad)
+
+
 def first(model: nn.Module, batch: Any) -> Any:
     return model(batch[0])
 
@@ -293,14 +300,6 @@ def test_memory_that_runs_out_in_batch_loss_has_a_remedy_of_its_own() -> None:
     assert "--micro-batch" not in text
 
 
-def test_other_rows_in_a_later_step_are_refused() -> None:
-    """Only the first is compared between ranks."""
-    learner = taken(network(), lambda m, b: first(m, b)[:, : int(b[0].sum() > 100) + 2], whitening)
-    bad = [[torch.full((m.size, 6), 99.0), LABELS[: m.size]] for m in PLAN.micro_batches(1)]
-    with pytest.raises(EndedHere, match=r"rows of \[2\] float32 for one batch and of \[3\] float32 for another"):
-        passes(learner, 1, PLAN.micro_batches(1), bad)
-
-
 def test_a_step_is_given_to_batch_loss_and_batches_are_loaded_once() -> None:
     seen, loaded = [], []
 
@@ -328,53 +327,37 @@ def test_the_wait_for_other_ranks_between_the_passes_is_not_a_ranks_own_time() -
     assert arrivals._row[3:] == [1, 5, 1], "micro-batches, samples, steps"
 
 
-class Data(Task):
-    """What the tasks below have in common."""
-
-    best: ClassVar[Any] = None
-
-    def train_dataset(self) -> Any: ...
-    def test_dataset(self) -> Any: ...
-    def model(self) -> Any: ...
-    def metrics(self, model: Any, batch: Any) -> Any: ...
+def task(name: str, *methods: str, base: type = Task) -> Any:
+    """A task of this name with these methods, and those that all have."""
+    methods = ("train_dataset", "test_dataset", "model", "metrics", *methods)
+    return type(name, (base,), {"best": None} | dict.fromkeys(methods, lambda *_: None))()
 
 
-class Whole(Data):
-    def embed(self, model: Any, batch: Any) -> Any: ...
-    def batch_loss(self, embeddings: Any) -> Any: ...
-
-
-class Mean(Data):
-    def loss(self, model: Any, batch: Any) -> Any: ...
-
-
-class Half(Data):
-    def embed(self, model: Any, batch: Any) -> Any: ...
-
-
-class OtherHalf(Data):
-    def batch_loss(self, embeddings: Any) -> Any: ...
-
-
-class Both(Whole, Mean): ...
-
-
-class OfALabel(Half, Classification): ...
+WHOLE, MEAN = task("Whole", "embed", "batch_loss"), task("Mean", "loss")
 
 
 def test_a_task_has_a_loss_or_embeddings_and_their_loss() -> None:
-    assert of_whole_batches(Whole())
-    assert not of_whole_batches(Mean())
-    for task, expected in (
-        (Data(), "Data must define loss(), or embed() and batch_loss()"),
-        (Half(), "Half defines embed() and must define batch_loss() too"),
-        (OtherHalf(), "OtherHalf defines batch_loss() and must define embed() too"),
-        (Both(), "Both defines loss() and embed(): define either loss(), or embed() and batch_loss()"),
-        (OfALabel(), "OfALabel defines loss() and embed(): define either loss(), or"),
+    assert of_whole_batches(WHOLE)
+    assert not of_whole_batches(MEAN)
+    both = "define either loss(), or embed() and batch_loss()"
+    for odd, expected in (
+        (task("Data"), "Data must define loss(), or embed() and batch_loss()"),
+        (task("Half", "embed"), "Half defines embed() and must define batch_loss() too"),
+        (task("Other", "batch_loss"), "Other defines batch_loss() and must define embed() too"),
+        (task("Both", "loss", "embed", "batch_loss"), f"Both defines loss() and embed(): {both}"),
+        (task("OfALabel", "embed", base=Classification), f"OfALabel defines loss() and embed(): {both}"),
     ):
-        with pytest.raises(Refusal) as refused:
-            of_whole_batches(task)
-        assert str(refused.value).startswith(expected)
+        assert refusal_of(of_whole_batches, odd).startswith(expected)
+
+
+def test_what_such_a_task_cannot_have_is_refused() -> None:
+    refuse_unfit(WHOLE, Config())
+    refuse_unfit(MEAN, Config(strategy="dp", micro_batch="auto"))
+    for config, expected in (
+        (Config(strategy="dp"), "--strategy dp: divides each micro-batch, and Whole has a batch_loss() over"),
+        (Config(micro_batch="auto"), "--micro-batch auto: tries the loss of one micro-batch, and Whole has"),
+    ):
+        assert refusal_of(refuse_unfit, WHOLE, config).startswith(expected)
 
 
 @pytest.mark.parametrize(("micro_batch", "batch"), [(3, 4), (5, 5), (2, 10), (4, 8)])
@@ -403,15 +386,3 @@ class Deterministic(Plain):
 
     def batch_loss(self, embeddings: dict[str, Tensor], step: int = 0) -> Any:
         return whitening(embeddings["z"])[0], {"labels": embeddings["label"].double().mean()}
-
-
-def test_what_such_a_task_cannot_have_is_refused() -> None:
-    refuse_unfit(Whole(), Config())
-    refuse_unfit(Mean(), Config(strategy="dp", micro_batch="auto"))
-    for task, config, expected in (
-        (Whole(), Config(strategy="dp"), "--strategy dp: divides each micro-batch, and Whole has a batch_loss() over"),
-        (Whole(), Config(micro_batch="auto"), "--micro-batch auto: tries the loss of one micro-batch, and Whole has"),
-    ):
-        with pytest.raises(Refusal) as refused:
-            refuse_unfit(task, config)
-        assert str(refused.value).startswith(expected)

@@ -1,16 +1,14 @@
 """The command line of chaos: what it refuses, what it understands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from evenkeel.cli.chaos.command import ChaosCommand, find_run_dir, parse_duration, parse_faults
-from evenkeel.common.errors import Refusal
 from tests.support.chaos import chaos
 from tests.support.processes import run
+from tests.support.raised import refusal_of
 
 JOB = ["torchrun", "train.py", "--run-dir", "runs/never"]
 
@@ -38,10 +36,7 @@ def test_refusals(
     there.write_text("")
     there.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Refusal) as refusal:
-        ChaosCommand(**options)(command)  # type: ignore[arg-type]
-    assert line in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    assert line in refusal_of(ChaosCommand(**options), command)
 
 
 def test_a_finished_run_is_refused_in_one_line_and_nothing_is_started(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The schedule of faults, and the disk that is filled."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

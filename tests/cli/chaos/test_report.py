@@ -1,7 +1,5 @@
 """The report, from records written by hand: what is lost, what is only not logged, how long a recovery takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

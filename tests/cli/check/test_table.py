@@ -1,7 +1,5 @@
 """The rows and the table of `evenkeel check`, from what is known; the line to blame; and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,11 +38,8 @@ def leave(
     for step in range(1, 7):
         lines += [{"kind": "start", "step": step - 1}] * (step - 1 in starts[1:])
         lines.append({"kind": "train", "step": step, "train/loss": loss, "train/grad_norm": 2.0})
-        lines += (
-            []
-            if step == untold
-            else [{"kind": "digest", "step": step, "digests": {"w": "other" if step in bits else "same"}}]
-        )
+        digest = {"kind": "digest", "step": step, "digests": {"w": "other" if step in bits else "same"}}
+        lines += [digest] * (step != untold)
     lines.append({"kind": "eval", "step": 6, "test/loss": 0.5})
     (folder / job / "run").mkdir(parents=True)
     text = "".join(json.dumps({"time": 1.0, **line}) + "\n" for line in lines)
@@ -70,6 +65,12 @@ def test_all_is_well(jobs: Path) -> None:
     assert results(rows).pop("cost of a step") == UNCHECKED, "nothing has been timed"
     assert {row.result for row in rows[:-1]} == {PASSED}
     assert "no step lost, the same bits" in as_table(rows)
+
+
+def test_a_job_that_failed_or_was_not_run(jobs: Path) -> None:
+    rows = {row.name: row for row in left(jobs, **{"tree-2": "exit code 1: a bug", "ring-1": "not run: why"})}
+    assert (rows["bits, 1-3 ranks"].result, rows["bits, 1-3 ranks"].figure) == (FAILED, "exit code 1: a bug")
+    assert (rows["numbers, 1-3 ranks"].result, rows["numbers, 1-3 ranks"].figure) == (UNCHECKED, "why")
 
 
 def test_what_the_task_has_shown_is_in_its_row() -> None:
@@ -98,19 +99,19 @@ def test_other_samples_numbers_and_bits_on_three_ranks_are_each_in_their_row(job
 
 
 @pytest.mark.parametrize(
-    ("starts", "bits", "kill"),
-    [((0, 3), (5, 6), FAILED), ((0, 2), (), FAILED), ((0, 3), (2, 3), UNCHECKED), ((0,), (), FAILED)],
+    ("starts", "bits", "untold", "kill"),
+    [
+        ((0, 3), (5, 6), 0, FAILED),
+        ((0, 2), (), 0, FAILED),
+        ((0, 3), (2, 3), 0, UNCHECKED),
+        ((0,), (), 0, FAILED),
+        ((0, 3), (), 3, PASSED),  # a signal has come before the digest, and no step is lost
+    ],
 )
-def test_a_kill_that_costs_steps_or_bits(jobs: Path, starts: Any, bits: Any, kill: str) -> None:
+def test_a_kill_that_costs_steps_or_bits(jobs: Path, starts: Any, bits: Any, untold: int, kill: str) -> None:
     (jobs / "kill").rename(jobs / "before")
-    leave(jobs, "kill", starts=starts, bits=bits)
+    leave(jobs, "kill", starts=starts, bits=bits, untold=untold)
     assert results(left(jobs))["kill -9"] == kill
-
-
-def test_a_digest_that_a_signal_has_come_before_is_no_lost_step(jobs: Path) -> None:
-    (jobs / "kill").rename(jobs / "before")
-    leave(jobs, "kill", starts=(0, 3), untold=3)
-    assert results(left(jobs))["kill -9"] == PASSED
 
 
 def test_of_two_breaks_the_one_after_which_the_bits_differ_has_failed(jobs: Path) -> None:
@@ -122,12 +123,6 @@ def test_of_two_breaks_the_one_after_which_the_bits_differ_has_failed(jobs: Path
     leave(jobs, "stop", starts=(0, 1, 4), bits=(3, 4, 5, 6))
     found = results(left(jobs))
     assert (found["stop"], found["resize"]) == (FAILED, UNCHECKED)
-
-
-def test_a_job_that_failed_or_was_not_run(jobs: Path) -> None:
-    rows = {row.name: row for row in left(jobs, **{"tree-2": "exit code 1: a bug", "ring-1": "not run: why"})}
-    assert (rows["bits, 1-3 ranks"].result, rows["bits, 1-3 ranks"].figure) == (FAILED, "exit code 1: a bug")
-    assert (rows["numbers, 1-3 ranks"].result, rows["numbers, 1-3 ranks"].figure) == (UNCHECKED, "why")
 
 
 def test_the_line_to_blame() -> None:

@@ -1,7 +1,5 @@
 """Findings of many ranks: merged, shown, and what becomes of checks that crash or hang."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
@@ -32,12 +30,9 @@ def test_equal_findings_are_one(findings: tuple[Finding | None, ...], where: lis
 
 
 def test_versions_that_differ_are_a_warning_and_speeds_are_not() -> None:
-    def levels(same: bool) -> set[str]:
+    for same, level in ((True, "WARN"), (False, "OK")):  # as of versions, and of speeds
         made = [Finding("OK", "torch", value, same=same) for value in ("2.8", "2.8", "2.8", "2.9")]
-        return {it.finding.level for it in merge(reports(*made))}
-
-    assert levels(same=True) == {"WARN"}
-    assert levels(same=False) == {"OK"}
+        assert {it.finding.level for it in merge(reports(*made))} == {level}
 
 
 def test_a_check_that_crashes_is_a_warning_and_one_that_hangs_a_failure() -> None:

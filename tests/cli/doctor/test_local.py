@@ -1,7 +1,5 @@
 """The checks of one process, on real files, ports and limits where there are some, else on recorded data."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket
@@ -34,22 +32,12 @@ def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     ("requirement", "level"),
     [("torch==1.9.0", "FAIL"), ("torch (==1.9.0)", "FAIL"), ("torch>=99", "FAIL"), ("torch (>=2.0)", "OK")],
 )
-def test_a_torchvision_for_another_torch(
-    requirement: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchvision_and_torch(requirement: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchvision_that_needs(tmp_path, requirement)
     monkeypatch.syspath_prepend(str(tmp_path))
     (found,) = software.torchvision()
     assert (found.level, found.value.partition(",")[0]) == (level, "0.10.0")
     assert ("pip install" in found.remedy) == (level == "FAIL")
-
-
-def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(levels(software.versions()).values()) == {"OK"}, "the versions here fit"
-    monkeypatch.setattr("torch.version.cuda", "13.2")
-    assert levels(software.cuda("450.1", "11.0"))["driver"] == "FAIL"
-    assert levels(software.cuda("590.1", "13.0"))["driver"] == "OK"
-    assert levels(software.cuda("", "")) == {}
 
 
 @pytest.mark.parametrize(("sharded", "level"), [(False, "OK"), (True, "FAIL")])
@@ -90,6 +78,14 @@ def test_limits_cores_and_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) 
     (found,) = host.weights_and_biases("online")
     assert found.level == "OK"
     assert "secret" not in str(found)
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(levels(software.versions()).values()) == {"OK"}, "the versions here fit"
+    monkeypatch.setattr("torch.version.cuda", "13.2")
+    assert levels(software.cuda("450.1", "11.0"))["driver"] == "FAIL"
+    assert levels(software.cuda("590.1", "13.0"))["driver"] == "OK"
+    assert levels(software.cuda("", "")) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Curves that are thinned out keep what the eye looks for."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,16 +21,6 @@ def test_ends_and_extremes_stay(values: list[float], most: int) -> None:
     assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
 
 
-def test_a_long_curve_with_one_spike() -> None:
-    values = np.zeros(1_000_000)
-    values[123_456] = 1.0
-    steps, kept = thinned(range(len(values)), values)
-    assert len(steps) <= MOST
-    assert steps[kept.argmax()] == 123_456
-    every = np.linspace(0, len(values) - 1, MOST).astype(int)
-    assert values[every].max() == 0, "the control: taking each n-th point loses it"
-
-
 @given(st.lists(FLOATS, min_size=1, max_size=300))
 def test_smoothing_stays_within_the_values(values: list[float]) -> None:
     smooth = smoothed(values)
@@ -45,6 +33,16 @@ def test_smoothing_is_the_mean_around() -> None:
     values = np.random.default_rng(0).normal(size=1000)
     smooth = smoothed(values)
     assert np.allclose([smooth[500], smooth[0]], [values[480:521].mean(), values[:21].mean()])
+
+
+def test_a_long_curve_with_one_spike() -> None:
+    values = np.zeros(1_000_000)
+    values[123_456] = 1.0
+    steps, kept = thinned(range(len(values)), values)
+    assert len(steps) <= MOST
+    assert steps[kept.argmax()] == 123_456
+    every = np.linspace(0, len(values) - 1, MOST).astype(int)
+    assert values[every].max() == 0, "the control: taking each n-th point loses it"
 
 
 def test_learning_rates_of_several_optimizers_are_named_and_stand_together() -> None:

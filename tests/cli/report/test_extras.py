@@ -1,7 +1,5 @@
 """predictions/SET.json and ranks.jsonl, as others leave them and damaged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,15 @@ def test_without_names_classes_are_numbers(tmp_path: Path) -> None:
     assert np.isnan(found.recall[2]), "no sample of it"
 
 
+def test_only_pictures_get_into_the_page(tmp_path: Path) -> None:
+    mistake = {"index": 1, "target": 1, "prediction": 2, "confidence": 0.9}
+    images = ['x" onerror="alert(1)', "PHN2Zz4=", "iVBORw0KGgo=", None]
+    (found,) = changed(tmp_path, worst=[*[mistake | {"image": it} for it in images], 3])
+    assert [it["image"] for it in found.worst] == ["iVBORw0KGgo="]
+    (found,) = changed(tmp_path, worst=[mistake | {"image": "iVBORw0KGgo=", "target": 99}])
+    assert found.worst == []
+
+
 @pytest.mark.parametrize(
     "facts",
     [
@@ -57,19 +64,9 @@ def test_what_is_no_classification_is_left_out(tmp_path: Path, facts: dict[str, 
     assert read_classified(tmp_path / "no run") == []
 
 
-def test_only_pictures_get_into_the_page(tmp_path: Path) -> None:
-    mistake = {"index": 1, "target": 1, "prediction": 2, "confidence": 0.9}
-    images = ['x" onerror="alert(1)', "PHN2Zz4=", "iVBORw0KGgo=", None]
-    (found,) = changed(tmp_path, worst=[*[mistake | {"image": it} for it in images], 3])
-    assert [it["image"] for it in found.worst] == ["iVBORw0KGgo="]
-    (found,) = changed(tmp_path, worst=[mistake | {"image": "iVBORw0KGgo=", "target": 99}])
-    assert found.worst == []
-
-
 def test_ranks_of_which_one_is_slow_and_then_gone(tmp_path: Path) -> None:
     write_ranks(tmp_path)
     found = read_ranks(tmp_path / "ranks.jsonl")
-    assert found
     assert found.slowest == 2
     assert found.hosts == ["node0", "node0", "node1"]
     assert found.arrival[2] == pytest.approx(0.020)
@@ -87,5 +84,4 @@ def test_steps_done_again_count_once_in_the_spread_and_other_lines_not_at_all(tm
     line = {"time": 0.0, "hosts": ["a", "a"], "arrival": [1.0, 2.0], "data_wait": [0.0, 0.0]}
     file.write_text("".join(json.dumps({"step": step} | line) + "\n" for step in (1, 2, 3, 2)))
     found = read_ranks(file)
-    assert found
     assert found.steps == [1, 2]

@@ -1,7 +1,5 @@
 """What a run has left, from real runs whose files were then damaged."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -107,7 +105,10 @@ def test_numbers_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
     bad = [record("train", 10**30, 3.0, loss=1.0), record("train", 2, math.nan, loss=1.0), record("train", -5, 3.0)]
     bad += [record("train", 3, 4.0, loss=10**400, lr=math.inf, grad_norm=math.nan)]
     bad += [record("train", 4, 5.0, loss=None, lr=0.1)]  # as of a loss that is not finite
+    memory = {"kind": "memory", "step": 1, "time": 1.0, "memory": [{"weights": 5, "peak": 7}]}
+    bad += [memory, *(memory | {"memory": it} for it in ([{"weights": "much"}], 5, [3]))]
     history = read(write(tmp_path / "run", [*good, *bad]))
+    assert history.memory == memory["memory"]
     assert {name: list(it.steps) for name, it in history.curves.items()} == {"train/loss": [1], "train/lr": [4]}
 
 
@@ -145,10 +146,3 @@ def test_durations_that_no_run_has_had_are_left_out(tmp_path: Path, seconds: flo
     history = read(run_dir)
     assert 0 <= sum(history.seconds.values()) < 100
     assert "1970" not in page([history], {})
-
-
-def test_damaged_records_of_memory_are_left_out(tmp_path: Path) -> None:
-    line = {"kind": "memory", "step": 1, "time": 1.0, "memory": [{"weights": 5, "peak": 7}]}
-    bad = [{**line, "memory": [{"weights": "much"}]}, {**line, "memory": 5}, {**line, "memory": [3]}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [line, *bad]))
-    assert read_history(tmp_path, "run").memory == line["memory"]

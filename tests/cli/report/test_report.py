@@ -1,7 +1,5 @@
 """The page, the CSV and the PNGs that the command writes; what it refuses."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -16,8 +14,8 @@ import pytest
 
 from evenkeel.cli.report.command import ReportCommand
 from evenkeel.cli.report.theme import LIGHT
-from evenkeel.common.errors import Refusal
 from tests.support.processes import ROOT
+from tests.support.raised import refusal_of
 from tests.support.reports import copy_of_a_run, write_predictions, write_ranks
 
 EVIL = '<script>alert("1")<img src=x onerror=alert(2)>$x^2$&amp;'
@@ -129,9 +127,8 @@ def test_csv_has_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
     runs = tuple(copy_of_a_run(tmp_path / name, name) for name in ("finished", "typed"))
     ReportCommand(runs, csv=tmp_path / "all.csv")()
     with (tmp_path / "all.csv").open(newline="") as file:
-        found = [
-            (it["run"], it["kind"], int(it["step"]), it["name"], float(it["value"])) for it in csv.DictReader(file)
-        ]
+        rows = csv.DictReader(file)
+        found = [(it["run"], it["kind"], int(it["step"]), it["name"], float(it["value"])) for it in rows]
     expected, others = [], ("kind", "step", "time", "epoch", "spent")
     for run_dir in runs:
         for record in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
@@ -157,9 +154,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def refused(*runs: Path, **options: Any) -> str:
-    with pytest.raises(Refusal) as caught:
-        ReportCommand(runs, **options)()
-    return str(caught.value)
+    return refusal_of(ReportCommand(runs, **options))
 
 
 def test_only_a_report_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
