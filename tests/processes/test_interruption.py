@@ -165,6 +165,36 @@ def test_a_stop_waits_for_nobody_beyond_its_grace(run_dir: Path) -> None:
     assert saved_step(run_dir) >= told_step(run_dir)
 
 
+def test_a_signal_limits_the_rescue_after_an_error(tmp_path: Path, run_dir: Path) -> None:
+    task = runs.own_task(
+        tmp_path,
+        """
+        def loss(self, model, batch):
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 12:
+                os.fsync = lambda file: time.sleep(600)
+                raise ValueError("a bug, and then a disk that hangs")
+            return super().loss(model, batch)
+        """,
+    )
+    process = fork(TRAIN, *job(run_dir, "--task", task, "--checkpoint-every", 0, "--grace", 3), env=runs.OWN)
+    processes.wait_until(lambda: [*run_dir.glob("checkpoints/.step-*.tmp")], "a save that hangs")
+    assert "not finished within --grace 3 s after an error" in stop(process, expect=STOPPED).stderr
+
+
+def test_a_signal_is_heard_where_no_thread_can_start() -> None:
+    program = """if True:
+        import os, resource, signal, time
+        from evenkeel.resilience.interruption import Interruption
+        Interruption(5.0).rescue_with(lambda reason: print("saved after", reason, flush=True))
+        os.getuid() or os.setuid(65534)  # root may start as many as it likes
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    """
+    assert processes.run([sys.executable, "-c", program], expect=STOPPED).stdout == "saved after SIGTERM\n"
+
+
 @pytest.mark.parametrize(("end", "ranks"), [("finish", 1), ("stop", 1), ("failure", 0), ("second Ctrl-C", 0)])
 def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, end: str, ranks: int) -> None:
     """Neither the folders of sockets that loader processes have, nor torchrun's."""

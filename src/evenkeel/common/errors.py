@@ -25,7 +25,7 @@ class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error o
     """Bad input: one line that names the flag or file, its value and the remedy.
 
     Programs print it as ``evenkeel: <line>`` on stderr and exit with :data:`REFUSED`. Nearly always before anything is
-    written; --strict-bits after a damaged checkpoint, and a loss given to `Run.distribute`, are refused later.
+    written; later --strict-bits or a lost file of --init-from after damaged checkpoints, and a bad `Run.distribute`.
     """
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 MOST = 1e11
 """The largest number that a run writes: a time in the year 5138, a duration of 3,000 years."""
@@ -29,7 +30,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: 
     `write` is called with the open, empty file; `private`: see :func:`close_to_others`. The steps and their order are
     those of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014).
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")  # in containers processes have the same numbers
     try:
         with temporary.open("wb") as file:
             if private:

@@ -60,9 +60,8 @@ def validate(config: Config, samples: int | None = None) -> None:
     if samples is not None and size > samples:
         raise Refusal(f"--batch-size {size}: the training data has only {samples} samples; use at most that")
     path, found = config.init_from, config.init_from is None or os.access(config.init_from, os.F_OK)
-    if not found and not (
-        config.run_dir and any(config.run_dir.glob("checkpoints/step-*"))
-    ):  # else it goes on from there
+    goes_on = config.run_dir and not config.fresh and any(config.run_dir.glob("checkpoints/step-*"))
+    if not found and not goes_on:
         raise Refusal(f"--init-from {path}: no such file or folder")
     if path and found and not (path.is_file() or path.is_dir()):  # reading a pipe may never end
         raise Refusal(f"--init-from {path}: is neither a file nor a folder, but a pipe or a device")

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -247,7 +247,7 @@ class _States:
         kept = [*kept, {"number": newest, **entry}]
         kept = [it for it in kept if it["number"] > newest - 2 * (it["number"] & -it["number"])]
         assert self.path
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        temporary = self.path.with_name(f".{self.path.name}.{uuid4().hex}.tmp")
         with suppress(OSError):  # a full disk is reported elsewhere, by files that must be written
             self.path.parent.mkdir(exist_ok=True)
             temporary.write_text(json.dumps({"of": self.of.name, "sha256": self._sum(kept), "kept": kept}))

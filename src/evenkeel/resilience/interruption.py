@@ -34,6 +34,9 @@ KEYBOARD = 130
 REGROUPING = "the death of another rank"
 """Reason of an end that this rank's keeper requested, to fork it again."""
 
+ERROR = "an error"
+"""Reason of an end by an error in the main thread."""
+
 PRESS_WINDOW = 1.0
 """Seconds within which interrupts count as one Ctrl-C: `timeout` and others add one to the terminal's."""
 
@@ -83,20 +86,24 @@ class Interruption:
         A thread calls `rescue`, which has `grace` seconds, and exits with the code.
         """
         with self._deciding:
-            if self.reason:
-                return
-            self.reason = reason
-        threading.Thread(target=self._end, args=(rescue, code), name="rescue", daemon=True).start()
-        threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
+            before, self.reason = self.reason, self.reason or reason
+        if before in ("", ERROR):  # main saves after an error, and so far had no limit
+            with contextlib.suppress(RuntimeError):  # the system may have no more threads
+                threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
+        if not before:
+            try:
+                threading.Thread(target=self._end, args=(rescue, code), name="rescue", daemon=True).start()
+            except RuntimeError:
+                self._end(rescue, code)
 
     def claim_end(self) -> None:
-        """Make an error in the main thread the reason of the end; signals then have no more effect.
+        """Make an error in the main thread the reason of the end; a signal then only gives it `grace` seconds.
 
         If the process is ending already, wait for that, and do not return.
         """
         with self._deciding:
             if not self.reason:
-                self.reason = "an error"
+                self.reason = ERROR
                 return
         while True:
             with contextlib.suppress(Exception):  # from torch, about loaders that are being killed
@@ -164,7 +171,9 @@ def _exit_now(code: int, last_line: str = "", output_timeout: float | None = Non
                 stream.flush()
         leave_nothing()
 
-    tidying = threading.Thread(target=tidy_up, name="last", daemon=True)
-    tidying.start()
-    tidying.join(output_timeout)
-    os._exit(code)
+    try:
+        tidying = threading.Thread(target=tidy_up, name="last", daemon=True)
+        tidying.start()
+        tidying.join(output_timeout)
+    finally:
+        os._exit(code)

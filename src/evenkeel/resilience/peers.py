@@ -187,7 +187,9 @@ def holds_store() -> bool:
     if keeper_link.STORE not in os.environ:
         return True
     with contextlib.suppress(ChildProcessError):
-        return os.waitpid(int(os.environ[keeper_link.STORE]), os.WNOHANG) == (0, 0)
+        if os.waitpid(int(os.environ[keeper_link.STORE]), os.WNOHANG) == (0, 0):
+            return True
+    del os.environ[keeper_link.STORE]  # another process may get its number
     return False
 
 

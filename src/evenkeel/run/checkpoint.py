@@ -40,7 +40,7 @@ LEFT_BEHIND = 600.0
 """Seconds without a write, after which an incomplete checkpoint is one of a killed process."""
 
 WRITER_TIMEOUT = 10.0
-"""Seconds that a planned checkpoint waits for another writer. A rescue has less: the rest of --grace."""
+"""Seconds that a planned checkpoint waits for another writer. A rescue waits for the first half of --grace."""
 
 MANIFEST = "manifest.json"
 

@@ -74,10 +74,10 @@ class CompiledCode:
         Returns:
             Why stored code is not used, in a line; empty if all is well.
         """
-        self._begin_anew()
-        if starts_over or not self.archive.exists():
-            return ""
         try:
+            self._begin_anew()
+            if starts_over or not self.archive.exists():
+                return ""
             with os.fdopen(os.open(self.archive, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 if not _is_ours(os.fstat(file.fileno())):
                     raise PermissionError("it belongs to another user, or is open to others")
@@ -89,13 +89,13 @@ class CompiledCode:
                     archive.extractall(self.folder)
                     self._packed = set(archive.namelist())
         except Exception as why:  # zipfile raises nearly everything: it is encrypted, of an unknown method, ...
-            self._begin_anew()  # it might have an incomplete library
+            shutil.rmtree(self.folder, ignore_errors=True)  # it might have an incomplete library
             return f"{self.archive}: {why or type(why).__name__}: it is not used, and the model is compiled again"
         return ""
 
     def _begin_anew(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(mode=0o700, parents=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def pack(self) -> None:
         """Store what has been compiled so far in the run directory. For one process of a node.

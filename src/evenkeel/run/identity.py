@@ -172,6 +172,6 @@ def _foreign(path: Path) -> list[str]:
     def ours(entry: Path) -> bool:
         if pattern := BEFORE_A_RUN.get(entry.name):
             return entry.is_dir() and all(re.fullmatch(pattern, inside.name) for inside in entry.iterdir())
-        return bool(re.fullmatch(rf"{ASIDE}|\.lock|\.(config\.toml|status\.json)\.\d+\.tmp", entry.name))
+        return bool(re.fullmatch(rf"{ASIDE}|\.lock|\.(config\.toml|status\.json)\.\w+\.tmp", entry.name))
 
     return sorted(entry.name for entry in path.iterdir() if not ours(entry))

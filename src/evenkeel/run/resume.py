@@ -63,7 +63,8 @@ class Resume:
 
         Raises:
             Ended: it does not fit this model.
-            Refusal: there is none, nor the file of --init-from; or, with --strict-bits, as :func:`compare_bits`.
+            Refusal: on all ranks: there is none, nor the file of --init-from; or, with --strict-bits, as
+                :func:`compare_bits`.
         """
         if state.sharding:
             from .sharded_resume import newest_rows  # imports FSDP2
@@ -77,8 +78,10 @@ class Resume:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
             self._other_best = state.stopping.resume_from(manifest.best_by)
-        elif (path := self._config.init_from) and not path.exists() and not (state.sharding and self._world.rank):
-            raise Refusal(f"--init-from {path}: no such file or folder, and the run has no whole checkpoint")
+        elif path := self._config.init_from:
+            found = self._world.gather(path.exists())
+            if not all(found[:1] if state.sharding else found):  # with --shard rank 0 reads it for all
+                raise Refusal(f"--init-from {path}: no such file or folder, and the run has no whole checkpoint")
         self._provenance.best_by = state.stopping.best_by
         rank_memory.discard_previous()
         activity.enter(START_UP, "first step")

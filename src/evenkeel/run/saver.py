@@ -157,7 +157,8 @@ class Saver:
             time.sleep(min(RANK_DELAY * local_rank, grace / 8))
             path = self.checkpoints.save_if_new(captured, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
-            log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known_step(self.checkpoints))
+            trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
+            log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)
             return f"not saved ({error})"
         finally:
             if taken:
