@@ -56,13 +56,13 @@ def _no_hang_is_left() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def captured_in_a_thread(state: State, staging: Staging) -> Any:
+def captured_in_a_thread(state: State, staging: Staging, seconds: float = 10) -> Any:
     """As a rescue does it, from a thread that has never heard of the device."""
     found: list[Any] = []
 
     def rescue() -> None:
         try:
-            found.append(state.capture(time.monotonic() + 10, staging=staging))
+            found.append(state.capture(time.monotonic() + seconds, staging=staging))
         except Torn as torn:
             found.append(torn)
 
@@ -98,9 +98,16 @@ def test_a_gpu_that_hangs_within_a_commit_has_no_whole_state() -> None:
     state, staging = on_gpu(), Staging(torch.device("cuda", 0))
     with state._seqlock.change(3):
         torch.cuda._sleep(HANG)
-    found = captured_in_a_thread(state, staging)
+    found = captured_in_a_thread(state, staging, COMMIT_TIMEOUT + 1)
     assert isinstance(found, Torn)
     assert "the optimizer step to 3 has not finished" in str(found)
+
+
+def test_a_commit_that_ends_after_the_first_copy_is_copied_again() -> None:
+    state, staging = on_gpu(), Staging(torch.device("cuda", 0))
+    with state._seqlock.change(3):
+        torch.cuda._sleep(HANG)
+    assert captured_in_a_thread(state, staging)["step"] == 3
 
 
 def test_an_optimizer_that_keeps_its_steps_on_the_host_is_ahead_of_a_gpu_that_hangs() -> None:

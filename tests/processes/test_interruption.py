@@ -170,15 +170,15 @@ def test_a_signal_limits_the_rescue_after_an_error(tmp_path: Path, run_dir: Path
         tmp_path,
         """
         def loss(self, model, batch):
-            self.calls = getattr(self, "calls", 0) + 1
-            if self.calls == 12:
+            self.losses = getattr(self, "losses", 0) + 1
+            if self.losses == 12:
                 os.fsync = lambda file: time.sleep(600)
                 raise ValueError("a bug, and then a disk that hangs")
             return super().loss(model, batch)
         """,
     )
     process = fork(TRAIN, *job(run_dir, "--task", task, "--checkpoint-every", 0, "--grace", 3), env=runs.OWN)
-    processes.wait_until(lambda: [*run_dir.glob("checkpoints/.step-*.tmp")], "a save that hangs")
+    processes.wait_beside(process, lambda: [*run_dir.glob("checkpoints/.step-*.tmp")], "a save that hangs")
     assert "not finished within --grace 3 s after an error" in stop(process, expect=STOPPED).stderr
 
 

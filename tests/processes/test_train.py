@@ -39,7 +39,6 @@ def test_a_run_stays_in_its_folder_whatever_folder_the_task_goes_to(tmp_path: Pa
         f"""
         import sys
         sys.argv = ["of its own"]
-        os.chdir("/")
 
         def train_dataset(self):
             os.chdir({str(there)!r})

@@ -46,13 +46,12 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
         >>> start(main)  # doctest: +SKIP
     """
 
-    typed, folder = [*sys.argv], Path.cwd()
+    typed = [*sys.argv]
 
     @record  # torchrun's closing report then shows the traceback of the rank that failed
     @explaining  # where memory runs out
     def call() -> int | None:
-        sys.argv = typed  # the keeper has imported the task, whose file may have changed both
-        os.chdir(folder)
+        sys.argv = typed  # the keeper has imported the task, whose file may have changed them
         if words := launchers.topology_in(sys.argv[1:]):
             return launchers.main(words, Path(sys.argv[0]).resolve())
         return main(sys.argv[1:])

@@ -10,6 +10,7 @@ from ..data.data_digest import TRAINING
 from ..training import compilation
 from ..training.digest import digests
 from ..training.state import State
+from ..training.state_dicts import local_rows
 from .attempt import Attempt
 from .chain import options_digest, samples_digest, whole_steps
 from .checkpoint import known_step
@@ -66,8 +67,8 @@ class Checkpointer:
         return bool(self._attempt.world.broadcast(here)) if self._state.sharding else here
 
     def patience(self) -> float:
-        """Seconds that a slow disk may take for the state; the watch for hangs sees no progress meanwhile."""
-        return sum(it.nbytes for it in self._state.tensors().values()) / SLOWEST
+        """Seconds that a slow disk may take for this rank's state; the watch for hangs sees no progress meanwhile."""
+        return sum(it.nbytes for it in local_rows(self._state.tensors().values())) / SLOWEST
 
     def take_result(self) -> None:
         """Report the result of the last checkpoint in the background, if there is one; waits for it."""

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from ..common import keeper_link
 from ..common.errors import FAILED, Ended, Refusal, no_exit
 from ..common.phases import COMPILE_TIMEOUT, START_UP, activity
-from ..config import Config, profile_window
+from ..config import Config, profile_window, shard_size
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.loader import Loader, loader, start_workers
@@ -329,7 +329,7 @@ def _timeouts(config: Config, ranks: int, state: State) -> tuple[timedelta, time
     """The two of `World.connected`: of a collective, and by how much later rank 0 may come."""
     sharded, weights = config.shard != "off", sum(it.numel() for it in state.parameters)
     # it writes weights, two moments and an average, in 4 bytes each; in a sharded run its rows of them
-    writing = 4 * 4 * weights / (ranks if sharded else 1) / SLOWEST
+    writing = 4 * 4 * weights / (shard_size(config, ranks) if sharded else 1) / SLOWEST
     # a collective's time-out explains nothing, so the watch for hangs, which has patience with both, must come earlier
     longest = max(600, config.hang_timeout) + 300 + max(COMPILE_TIMEOUT * config.compile, writing)
     # in a sharded run rank 0 initialises all weights, while the others wait for it

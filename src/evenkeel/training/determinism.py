@@ -36,7 +36,8 @@ def fix_arithmetic(exact: bool, tf32: bool = False) -> str:
     backends: Any = torch.backends
     before, chosen = matmul_precision(), "high" if tf32 else "highest"
     if hasattr(backends, "fp32_precision"):  # since torch 2.9; it overrides what is set below
-        backends.fp32_precision = backends.cudnn.fp32_precision = "none"
+        for part in (backends, backends.cudnn, backends.mkldnn, backends.mkldnn.conv, backends.mkldnn.rnn):
+            part.fp32_precision = "none"
     torch.set_float32_matmul_precision(chosen)
     backends.cudnn.allow_tf32 = tf32
     if exact:

@@ -7,7 +7,8 @@ after it. The order of a copy (`State.begin_capture`), and what makes it safe:
 1. :meth:`Seqlock.hold`: the host begins no commit. If a GPU hangs, a rescue goes on without that lock.
 2. Plain data is copied, and the number of the step that the host has queued is noted.
 3. :meth:`Seqlock.wait`: the devices have finished the last commit, or they hang.
-4. ``done``, then all other tensors, then ``begun`` are copied, on a stream of their own (`Staging.place`).
+4. ``done``, then all other tensors, then ``begun`` are copied, on a stream of their own (`Staging.place`). If the
+   numbers differ and the devices seemed to hang, 3 and 4 are done again, until the deadline.
 5. The lock is released. If the numbers are equal, the copy is the complete state of that step: its commit was over
    before the copy, and the next one had not begun after it. If it is not the queued step, plain data is too new.
 
@@ -86,9 +87,10 @@ class Seqlock:
             if held and not final:
                 self._host.release()
 
-    def wait(self, until: float) -> None:
+    def wait(self, until: float) -> bool:
         """Wait until the devices have finished the last commit, unless they hang: at most :data:`COMMIT_TIMEOUT`, or
-        without a limit if ``until`` is FOREVER."""
+        without a limit if ``until`` is FOREVER. False if they have not."""
         until = until if until == FOREVER else min(until, time.monotonic() + COMMIT_TIMEOUT)
-        while not all(end.query() for end in self._ends.values()) and left(until):  # type: ignore[no-untyped-call]
+        while not (done := all(end.query() for end in self._ends.values())) and left(until):  # type: ignore[no-untyped-call]
             time.sleep(0.001)
+        return done

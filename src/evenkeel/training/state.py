@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..common.deadlines import FOREVER
+from ..common.deadlines import FOREVER, left
 from ..common.phases import CHECKPOINT, COMMIT, activity
 from .buffers import Buffers
 from .early_stopping import Stopping
@@ -239,12 +239,16 @@ class State:
             locked = stack.pop_all()
 
         def finish() -> dict[str, Any]:
+            whole = last = False
             with locked:
-                self._seqlock.wait(until)
-                copy()
-            done, begun = ([number.item() for number in captured.pop(name)] for name in ("done", "begun"))
+                while not (whole or last):  # a slow step may reach its commit while it is copied
+                    last = self._seqlock.wait(until) or not left(until)
+                    copy()
+                    done, begun = ([number.item() for number in captured[name]] for name in ("done", "begun"))
+                    whole = len({*done, *begun}) == 1
+            del captured["done"], captured["begun"]
             step = min(done)
-            if len({*done, *begun}) != 1:
+            if not whole:
                 raise Torn(f"the optimizer step to {max(begun)} has not finished")
             lags = step != queued and any(it.type == "cuda" for it in self._devices)  # the host has queued others
             if lags and ("task" in live or any(it.device.type == "cpu" for it in named_tensors(live).values())):
