@@ -2,7 +2,7 @@
 
 An epoch of N samples is a sequence of positions 0 .. N-1 (`shuffle` maps a position to a sample). Step s of
 an epoch has positions s*G .. (s+1)*G, the last step the rest. A step is cut into micro-batches: of a fixed size with a
-smaller last one, or into a fixed number of nearly equal ones. With --batch-tokens a step is a fixed number of
+smaller last one, or into a fixed number of nearly equal ones. With --batch-tokens a full step is a fixed number of
 micro-batches of different sizes (`token_batches`). The number of ranks and their speeds enter only in `shares` and
 `assigned`, and may differ at every step.
 
@@ -61,7 +61,7 @@ class Plan:
     """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
     """The maximum number of samples of a micro-batch. In an epoch's short last step a single sample joins another
-    micro-batch, because BatchNorm needs two: at a maximum of 2 and with `full_count`, 5 samples make 3 and 2."""
+    micro-batch if cut by count, as BatchNorm needs two: at a maximum of 2, 5 samples make 3 and 2."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0
@@ -176,8 +176,8 @@ class Plan:
         return start, min(start + self.global_batch, self.samples)
 
     def _count(self, step: int) -> int:
-        """M of a step. A short step has work for all ranks too, if need be in smaller micro-batches; but not in single
-        samples, because BatchNorm needs two."""
+        """M of a step. Cut by count, a short step has work for all ranks too, if need be in smaller micro-batches; but
+        not in single samples, because BatchNorm needs two."""
         if self.batches:
             return len(self.batches.bounds(*self.locate(step))) - 1
         samples = self.step_samples(step)
