@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1711,
+    "common": 1712,
     "config": 596,
-    "data": 3132,
-    "distributed": 2433,
-    "resilience": 1659,
-    "training": 6567,
-    "run": 6772,
+    "data": 3133,
+    "distributed": 2437,
+    "resilience": 1672,
+    "training": 6577,
+    "run": 6773,
     "tasks": 2286,
     "mirror": 565,
     "launch": 3025,
-    "cli": 7482,
+    "cli": 7483,
     "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
