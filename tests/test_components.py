@@ -19,15 +19,15 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1712,
     "config": 595,
-    "data": 3132,
-    "distributed": 2433,
-    "resilience": 1670,
-    "training": 6574,
-    "run": 6777,
+    "data": 3133,
+    "distributed": 2437,
+    "resilience": 1672,
+    "training": 6584,
+    "run": 6774,
     "tasks": 2286,
     "mirror": 565,
     "launch": 3024,
-    "cli": 7482,
+    "cli": 7483,
     "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from torch.utils.data import (
 
 from evenkeel.common.errors import EndedByData
 from evenkeel.data.batch import to_device
-from evenkeel.data.dataset import InMemory, Limited, limited
+from evenkeel.data.dataset import InMemory, Limited, limited, sample_of
 from evenkeel.data.loader import Seeded, loader
 from evenkeel.data.plan import ENDLESS, MicroBatch
 from evenkeel.data.sampler import ElasticSampler, Indices, by_step
@@ -623,6 +624,25 @@ def test_an_error_that_would_end_a_loop_or_a_loader_process_is_told_in_a_line(er
 
     with pytest.raises(EndedByData, match=rf"__getitem__ raised {error.__name__} at .*test_loader.py:\d+: an iterator"):
         Seeded(Raising(torch.arange(3)), 3, "train").__getitems__(Indices([2, 1], 0, MicroBatch(0, 0, 0, 2)))
+
+
+@dataclass(frozen=True)
+class FixedError(Exception):
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("error", "notes"), [(ValueError("bad"), ["of the user", "(sample 7)"]), (FixedError("bad"), ["of the user"])]
+)
+def test_the_note_of_a_sample_hides_neither_an_error_nor_its_notes(error: Exception, notes: list[str]) -> None:
+    class Raising(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            vars(error)["__notes__"] = ["of the user"]
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        sample_of(Subset(Raising(torch.arange(9)), [5, 7]), 1)
+    assert vars(caught.value)["__notes__"] == notes
 
 
 Pair = namedtuple("Pair", ["left", "right"])

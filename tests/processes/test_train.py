@@ -91,7 +91,9 @@ def test_a_state_that_does_not_fit_is_still_the_reason_after_all_restarts_of_tor
 
 
 def test_what_a_run_leaves(run_dir: Path) -> None:
-    processes.run(processes.torchrun(2, processes.TRAIN, *job(run_dir, "--checkpoint-every", 4)))
+    of_another = {"EVENKEEL_LAST_END": "rank 0 was killed by SIGKILL"}  # of a run that would have started this one
+    processes.run(processes.torchrun(2, processes.TRAIN, *job(run_dir, "--checkpoint-every", 4)), env=of_another)
+    assert "last_end" not in processes.records(run_dir, "start")[0]
     summary = processes.read(run_dir)
     weights = model_of(run_dir)
     assert set(weights) == {"0.weight", "0.bias", "2.weight", "2.bias"}, "bare names, no module."

@@ -684,12 +684,28 @@ def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str], monkey
     assert last == (error := "ValueError: invalid literal for int() with base 10: 'x'")
     assert line.startswith(f"evenkeel: rank 0 failed: {error} at {__file__}:")
 
-    def loses_a_rank() -> int:
-        raise RuntimeError("[/x/gloo/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1. This is typically")
 
+BROKE = "the connection to another rank broke: it has died or is out of reach (gloo: "
+LATE = "no answer from another rank: it is late, stuck or out of reach (gloo: "
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("Connection closed by peer [127.0.0.1]:1. This is typically", f"{BROKE}Connection closed by peer)"),
+        ("Read error [127.0.0.1]:1: Connection reset by peer", f"{BROKE}Connection reset by peer)"),
+        ("Timed out waiting 2000ms for recv operation to complete",
+         f"{LATE}Timed out waiting 2000ms for recv operation to complete)"),
+        ("op.preamble.length <= op.nbytes. 8 vs 4",
+         "RuntimeError: [/x/gloo/tcp/pair.cc:1] op.preamble.length <= op.nbytes. 8 vs 4"),
+    ],
+)  # fmt: skip
+def test_what_gloo_says_is_a_plain_line(
+    text: str, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert exit_code(loses_a_rank) == 1
-    why = "the connection to another rank broke: it has died or is out of reach (gloo: Connection closed by peer)"
+    assert exit_code(lambda: fails(RuntimeError(f"[/x/gloo/tcp/pair.cc:1] {text}"))) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"evenkeel: rank 0 failed: {why} at {__file__}:")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -257,6 +258,7 @@ def contrastive(model: nn.Module, batch: Any) -> Any:
         (lambda model, batch: model(batch["x"]).sum() + 1, ""),
         (lambda model, batch: model(batch["x"]).sum() * torch.rand(()), ""),
         (lambda model, batch: 0 * model(batch["x"]).sum(), ""),
+        (lambda model, batch: model(batch["x"]).square().sum() / 0, ""),
         (lambda model, batch: model(batch["x"]).reshape(12, 3).sum(), ""),
         (contrastive, ""),
         (lambda model, batch: torch.cdist(model(batch["x"]), model(batch["x"])).sum(), ""),
@@ -265,12 +267,13 @@ def contrastive(model: nn.Module, batch: Any) -> Any:
 def test_a_sum_over_the_batch_is_warned_of_and_leaves_no_trace(
     compute: Any, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The controls: means, a loss that compares samples, one that draws, one that takes no other batch."""
+    """The controls: means, a loss that compares samples, one that draws, one that takes no other batch, infinity."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), torch.randn(12, 2)
     generator, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
-    warn_of_sums("loss()", compute, 12, model, {"x": x, "text": ["a"] * 12})
-    warn_of_sums("loss()", compute, 2, model, {"x": x[:2], "text": ["a"] * 2})  # too few
+    task = type("Own", (), {"loss": staticmethod(compute)})()
+    warn_of_sums("loss", task, x.device, 12, model, {"x": x, "text": ["a"] * 12})
+    warn_of_sums("loss", task, x.device, 2, model, {"x": x[:2], "text": ["a"] * 2})  # too few
     lines = [record.message for record in caplog.records]
     assert [line.partition("),")[0] for line in lines] == [
         f"loss() returns the sum over the batch's samples ({name}" for name in [expected] if name
@@ -278,6 +281,54 @@ def test_a_sum_over_the_batch_is_warned_of_and_leaves_no_trace(
     assert all(module.training for module in model.modules())
     assert all(map(torch.equal, buffers, model.buffers()))
     assert torch.equal(generator, torch.get_rng_state())
+
+
+class Counting:
+    def __init__(self, value: Any) -> None:
+        self.value, self.calls = value, [0] if value == "list" else 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += [1] if isinstance(self.calls, list) else 1
+        if isinstance(self.value, torch.Generator):
+            torch.rand(1, generator=self.value)
+        return model(batch).sum()
+
+    def __getstate__(self) -> Any:
+        if self.value == "no copy":
+            raise TypeError("cannot be copied")
+        return vars(self)
+
+
+@pytest.mark.parametrize(
+    ("value", "probed"),
+    [
+        (None, True),
+        ((1, (2.0, "a", Path("b"))), True),
+        (nn.CrossEntropyLoss(), True),
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), False),
+        (torch.Generator(), False),
+        ((1, [2.0]), False),
+        ("list", False),
+        ("no copy", False),
+        ("no device", False),
+    ],
+)
+def test_a_sum_is_looked_for_only_where_no_trace_is_left(
+    value: Any, probed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy of the task shares what it holds, and a task that cannot be copied trains as well."""
+    task = Counting(value)
+    then = value.get_state() if isinstance(value, torch.Generator) else None
+    batch = Immovable() if value == "no device" else torch.ones(12, 2)
+    warn_of_sums("loss", task, torch.device("cpu"), 12, nn.Linear(2, 1), batch)
+    assert len(caplog.records) == probed
+    assert task.calls in (0, [0])
+    assert then is None or torch.equal(then, value.get_state())
+
+
+class Immovable:
+    def to(self, device: torch.device) -> None:
+        raise RuntimeError(f"no {device}")
 
 
 @pytest.mark.parametrize("calls", [0, 2])

@@ -134,7 +134,8 @@ def sample_of(dataset: Any, index: int) -> Any:
         while type(dataset) in (Subset, Limited):
             dataset, index = dataset.dataset, dataset.indices[index]
         # `reason_of` reads it; Python shows it in a traceback from 3.11 on
-        error.__notes__ = [f"(sample {index})"]  # type: ignore[attr-defined]
+        with suppress(Exception):  # its attributes are read-only, as those of a frozen dataclass
+            error.__notes__ = [*getattr(error, "__notes__", ()), f"(sample {index})"]  # type: ignore[attr-defined]
         raise
 
 

@@ -22,7 +22,9 @@ from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothin
 from ..common.user_code import hint
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
-"""Patterns in these errors: gloo's have no type of their own but RuntimeError."""
+BROKEN = r"(?i)/gloo/\S+\].*?\b(connection (?:aborted|closed|refused|reset|timed out)(?: by peer)?|broken pipe)"
+LATE = r"(?i)/gloo/\S+\] ((?:timed out|connect timeout)\b[^.\[\n]*\b)"
+"""Patterns in these errors, as gloo's are plain RuntimeErrors: all of them; a connection that broke; a time-out."""
 
 MISTAKES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
@@ -122,8 +124,10 @@ def reason_of(error: BaseException) -> str:
     text = "\n".join((f"{name}{error}".strip(), *getattr(error, "__notes__", ())))
     sample = re.search(r"^\(sample \d+\)$", text, re.M)  # of `Seeded`
     first = text.partition("\n")[0].rstrip(".: ")
-    if is_loss_of_a_rank(error) and (gloo := re.search(r"/gloo/\S+\] ([^.\[]+)", text)):
-        return f"the connection to another rank broke: it has died or is out of reach (gloo: {gloo[1].strip()})"
+    if is_loss_of_a_rank(error) and (gloo := re.search(BROKEN, text)):
+        return f"the connection to another rank broke: it has died or is out of reach (gloo: {gloo[1]})"
+    if is_loss_of_a_rank(error) and (gloo := re.search(LATE, text)):
+        return f"no answer from another rank: it is late, stuck or out of reach (gloo: {gloo[1]})"
     # of an error in a loader process torch names the place first, and the error after its traceback
     if kind := re.search(r"Caught (\w+) in DataLoader worker process ", first):
         first = [first, *re.findall(rf"^(?:\w+\.)*{kind[1]}\b.*", text, re.M)][-1]

@@ -86,6 +86,8 @@ class Keeper:
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
+        if COUNTS not in os.environ:  # it replaces no keeper; the variable is of a run that has started this one
+            os.environ.pop(keeper_link.LAST_END, None)
         # forks; consecutive ones without progress; the furthest first step of any trainer
         self._forks, self._without_progress, self._furthest_start = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come

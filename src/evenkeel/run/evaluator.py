@@ -51,8 +51,8 @@ class Evaluator:
             compute, first = [self._task.predict] if config.save_predictions else [], self._evaluations[0]
             own = defines(type(self._task), "metrics") and not (first.divided or self._task.collectives)
             size = first.sampler.micro_batches(0)[0].size if attempt.lead and own else 0
-            warn = partial(warn_of_sums, "metrics()", self._task.metrics, size)
-            rehearsed, *_ = [evaluation.rehearse(*compute, *[warn][:size]) for evaluation in self._evaluations]
+            warn = partial(warn_of_sums, "metrics", self._task, attempt.world.device, size)
+            rehearsed, *_ = [it.rehearse(*compute, *[warn] * (it is first and size > 0)) for it in self._evaluations]
             media.check(self._evaluations[0].shown)
             self._checked = rehearsed is not None
             if rehearsed is not None:

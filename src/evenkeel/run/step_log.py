@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 
 from torch import Tensor
 
 from ..common.naming import TRAIN, in_set
-from ..data.batch import to_device
 from ..training.arrivals import Arrivals
 from ..training.balance import Balance
 from ..training.distributed_loss import DistributedLoss
@@ -82,8 +80,7 @@ class StepLog:
             tracker.per_sample = per_sample(self._task, state.model, *last, config, world) if usual else {}
             exchanges = self._task.collectives or config.sync_batchnorm or state.sharding
             if usual and not exchanges and state.step == config.log_every and not of_whole_batches(self._task):
-                task = copy.copy(self._task)  # its loss may count its calls
-                warn_of_sums("loss()", task.loss, last[1], state.model, to_device(last[0], world.device))
+                warn_of_sums("loss", self._task, world.device, last[1], state.model, last[0])
         parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
         tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
         self._logged = state.step

@@ -3,10 +3,12 @@ micro-batches, and a stop in mid-step would save a part of it. Also losses that 
 
 from __future__ import annotations
 
+import copy
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from math import isclose, isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from ..common.errors import EndedHere
 from ..common.naming import listed
-from ..data.batch import tensors_in
+from ..data.batch import tensors_in, to_device
 from ..data.randomness import generators_kept
 from ..distributed.data_parallel import rows_of
 from .compilation import uncompiled
@@ -116,27 +118,35 @@ def _word_sum(tensor: Tensor) -> Tensor:
     return octets[:even].view(torch.int64).sum() + octets[even:].sum()
 
 
-def warn_of_sums(method: str, compute: Callable[..., Any], samples: int, model: nn.Module, batch: Any) -> None:
-    """Warn of numbers of `compute(model, batch)` that grow in proportion when a few of the samples are repeated.
+def warn_of_sums(method: str, task: Any, device: torch.device, samples: int, model: nn.Module, batch: Any) -> None:
+    """Warn of numbers of the task's `method(model, batch)` that grow in proportion when a few samples are repeated.
 
-    The numbers of a loss that compares samples do not. Nothing is said if the batch cannot be cut, or if `compute`
-    fails. Generators, buffers and modes are restored.
+    The numbers of a loss that compares samples do not. Nothing is said if the batch cannot be cut, if the call fails,
+    or if a copy of the task would share what the method may change. Generators, buffers and modes are restored.
     """
-    few = list(range(min(16, samples // 3)))
-    if not few or any(it.is_nested or (it.dim() and len(it) != samples) for it in tensors_in(batch)):
-        return
-    same = partial(math.isclose, rel_tol=0.01)
-    with generators_kept(), same_tensors(model), evaluating(model), uncompiled(), torch.no_grad():
-        try:
-            one, two, three = (_numbers(compute(model, rows_of(batch, few * times, samples))) for times in (1, 2, 3))
-            grow = [it for it in one if one[it] and same(2 * one[it], two[it]) and same(3 * one[it], three[it])]
-        except Exception:
+    few, same = list(range(min(16, samples // 3))), partial(isclose, rel_tol=0.01)
+    try:
+        uncut = any(it.is_nested or (it.dim() and len(it) != samples) for it in tensors_in(batch))
+        if uncut or not few or not _is_plain(tuple(vars(task).values())):
             return
+        compute, batch = getattr(copy.copy(task), method), to_device(batch, device)
+        with generators_kept(), same_tensors(model), evaluating(model), uncompiled(), torch.no_grad():
+            one, two, three = (_numbers(compute(model, rows_of(batch, few * times, samples))) for times in (1, 2, 3))
+        grow = [it for it, n in one.items() if n and isfinite(n) and same(2 * n, two[it]) and same(3 * n, three[it])]
+    except Exception:
+        return
     if grow:
         log.warning(
-            "%s returns the sum over the batch's samples (%s), but batches are weighed as means, so it depends on "
+            "%s() returns the sum over the batch's samples (%s), but batches are weighed as means, so it depends on "
             "--batch-size and --micro-batch: return the mean, by .mean() or reduction='mean'", method, listed(grow),
         )  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a call cannot change a value in place: a constant, a tuple of such, a loss of torch's without tensors."""
+    plain_loss = type(value).__module__ == nn.modules.loss.__name__ and not value.state_dict()
+    plain = value is None or plain_loss or isinstance(value, (int, float, str, Path))
+    return plain or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _numbers(found: Any) -> dict[str, float]:

@@ -80,10 +80,15 @@ def test_attempts_end_as_they_say_or_were_killed(tmp_path: Path) -> None:
     records += [record("stop", 11, 22.0, reason="SIGTERM", spent=spent)]
     records += [record("start", 11, 30.0, world_size=1, spent=spent), record("failure", 12, 31.0, reason="<b>")]
     records += [record("start", 12, 40.0, world_size=1, spent=spent)]
+    left, killed = "rank 0 ended because of a hang", "rank 1 was killed by SIGKILL"
+    for time, reason, end in ((40.0, "in forward", left), (42.0, "gloo", killed), (44.0, "", left)):
+        records += [record("failure", 12, time + 1, reason=reason)]
+        records += [record("start", 12, time + 2, world_size=1, spent=spent, last_end=end)]
     history = read(write(tmp_path / "run", records))
     found = [(it.ranks, it.first_step, it.last_step, it.ending, it.reason) for it in history.attempts]
     assert found == [
         (2, 0, 10, "killed", ""), (3, 5, 11, "stopped", "SIGTERM"), (1, 11, 12, "failed", "<b>"),
+        (1, 12, 12, "failed", "in forward"), (1, 12, 12, "failed", killed), (1, 12, 12, "failed", left),
         (1, 12, 12, "killed", ""),
     ]  # fmt: skip
     assert history.attempts[1].begun == 18.0

@@ -142,7 +142,8 @@ class History:
         step, time = record["step"], record["time"]
         if self.attempts:
             last = self.attempts[-1]
-            last.ending, last.reason = last.ending or "killed", record.get("last_end") or last.reason
+            last.ending, end = last.ending or "killed", str(record.get("last_end") or "")
+            last.reason = end if " was killed by " in end else last.reason or end  # a rank that left has said why
             self.again += max(0, max(attempt.last_step for attempt in self.attempts) - step)
         for curve in self.curves.values():
             curve.cut(step)
