@@ -316,7 +316,7 @@ def test_a_start_waits_for_what_a_keeper_has_left_to_a_child(tmp_path: Path) -> 
     again = fork(TRAIN, *words, env=runs.OWN)
     assert "step 3 is NOT SAVED within --grace 1 s; a process continues writing it" in finish(process).stderr
     wait_for_start(run_dir, 2)
-    assert "is still writing to" in runs.stop(again).stderr
+    assert "is still writing to" in processes.stop(again).stderr
     assert starts(run_dir) == [0, 3]
 
 
