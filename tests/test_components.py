@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2433,
     "resilience": 1659,
     "training": 6567,
-    "run": 6772,
+    "run": 6776,
     "tasks": 2286,
     "mirror": 565,
     "launch": 3025,
