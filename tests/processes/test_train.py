@@ -156,16 +156,31 @@ def test_with_fresh_a_new_node_takes_over_what_the_other_one_knows_of_the_same_j
         both = zip(processes.rank_variables(2), disks, strict=True)
         return [processes.fork(processes.TRAIN, *job(tmp_path / disk, "--fresh"), env=it | alone) for it, disk in both]
 
-    started = nodes("first", "second")
-    wait_for_step(tmp_path / "first", 3, started[0])
-    for process in started:
-        process.send_signal(signal.SIGTERM)
-    processes.finish_all(started, STOPPED)
+    def stop_after(step: int, *disks: str) -> None:
+        started = nodes(*disks)
+        wait_for_step(tmp_path / disks[0], step, started[0])
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        processes.finish_all(started, STOPPED)
+
+    def attempts(disk: str) -> int:
+        status = processes.read(tmp_path / disk, "status.json")
+        assert set(status["world_sizes"]) == {2}
+        return len(status["world_sizes"])
+
+    stop_after(3, "first", "second")
     (tmp_path / "third").mkdir()  # with another run, of more attempts
     write_json(tmp_path / "third" / "status.json", {"world_sizes": [1] * 5, "state": "stopped", "step": 9})
-    processes.finish_all(nodes("third", "second"))
-    assert processes.read(tmp_path / "third", "status.json")["world_sizes"] == [2, 2]
+    stop_after(5, "third", "second")
+    assert attempts("third") == 2
     assert processes.records(tmp_path / "third", "start")[0]["step"] >= 3
+    # the first is back as rank 0, with an older status than the others have
+    processes.finish_all(nodes("first", "second"))
+    assert attempts("first") == attempts("second") == 3
+    # nor does the second, with its copy of rank 0's status at the start, know that the run has finished
+    end, _ = processes.finish_all(nodes("second", "first"))
+    assert f"second: finished at step {PLAN.total_steps}; --fresh starts over" in end.stdout
+    assert attempts("second") == 3, "nothing is written"
 
 
 @pytest.mark.parametrize("workers", [0, 1])

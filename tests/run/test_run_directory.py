@@ -562,6 +562,18 @@ def test_the_loss_of_rank_0s_node_after_a_finished_step_is_no_crash_loop(tmp_pat
         directory.release()
 
 
+def test_another_node_leaves_a_folder_alone_that_rank_0_has_on_a_shared_disk(path: Path) -> None:
+    """Also if a stale cache shows it the status of an older launch, which --fresh would move aside."""
+    directory = claim(path, OPTIONS, fresh=False)
+    directory.begin(OPTIONS, ["old"])
+    before = contents(path.parent)
+    for fresh in (False, True):
+        assert adopt(path, OPTIONS, directory.status | {"launch": ["new"]}, fresh) is None
+        assert contents(path.parent) == before
+    directory.release()
+    assert adopt(path, OPTIONS, directory.status | {"launch": ["new"]}, fresh=True), "the control: not rank 0's own"
+
+
 def test_a_launch_is_known_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launch_token() == ""

@@ -64,18 +64,14 @@ class Records(NamedTuple):
     """
 
     tokens: Sequence[str]
-    may_start_over: bool  # --fresh, or the run is untrained
-    statuses: Sequence[dict[str, Any]]  # status.json of each local rank 0, else {}; only of a run that goes on
-
-    @property
-    def starts_over(self) -> bool:
-        """Whether a run that is there does so: no node knows it as begun by this launch."""
-        return self.may_start_over and not self.statuses
+    may_start_over: bool  # --fresh, or the run is untrained: a folder that this launch has not begun starts over
+    starts_over: bool  # and no node has one that it has begun
+    statuses: Sequence[dict[str, Any]]  # status.json of each node that has the run; none if it is new or starts over
 
     @property
     def newest(self) -> dict[str, Any]:
-        """The status after the most attempts, which says whether the run goes on or is over."""
-        return max(self.statuses, key=_attempts, default={})
+        """The newest status of any node, which says whether the run goes on or is over."""
+        return max(self.statuses, key=_age, default={})
 
 
 class Lead(NamedTuple):
@@ -204,13 +200,16 @@ class Attempt:
     def _gather_records(self) -> Records:
         status, untrained = dict[str, Any](), True
         if self.world.local_rank == 0:
-            untrained = self._directory.untrained if self._directory else is_untrained(self.path)
-            status = recorded_options(self.path, untrained) | read_facts(self.path / "status.json")[0]
+            mine = self._directory
+            untrained = mine.untrained if mine else is_untrained(self.path)
+            facts = mine.status if mine else read_facts(self.path / "status.json")[0]
+            status = recorded_options(self.path, untrained) | facts
             untrained |= not is_run(self.path)
         tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
-        may_start_over = self.config.fresh or (any(statuses) and all(nothing))
-        going_on = [each for each in statuses if not may_start_over or is_restart(each, tokens)]
-        return Records(tokens, may_start_over, going_on)
+        present = [each for each in statuses if each]
+        begun = [each for each in present if is_restart(each, tokens)]
+        may_start_over = self.config.fresh or (bool(present) and all(nothing))
+        return Records(tokens, may_start_over, may_start_over and not begun, begun if may_start_over else present)
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
@@ -245,9 +244,8 @@ class Attempt:
             moved = f"--fresh: the run that was in {near(self.path)} is now in {near(aside)}"
             kept = f"nothing was trained in {near(aside)}; starting again"
             self.say(f"evenkeel: {kept if aside == self.path else moved}")
-        if not directory.attempts and not before.starts_over:
-            directory.status = before.newest  # rank 0 is new here, but another node may know the run
-        status = directory.status
+        # another node may have gone on without this one
+        status = directory.status = before.newest or directory.status
         if self._finished(status):
             return status
         facts: dict[str, Any] = {
@@ -269,7 +267,7 @@ class Attempt:
     def _start_logging(self, status: dict[str, Any]) -> None:
         """On every rank: start its log, and on a node without rank 0 copy the facts of the run. Raises Ended on all
         ranks if a node cannot write."""
-        self.logs = self.path / "logs" / f"attempt-{_attempts(status):04d}"
+        self.logs = self.path / "logs" / f"attempt-{len(status['world_sizes']):04d}"
         ready = self._try_to_write(lambda: self._write_log(status))
         mine = describe(self.world.device)
         log.info("this rank has %s", mine.line)
@@ -307,7 +305,7 @@ class Attempt:
 
         The same on all ranks, whichever node has the run's folder. Returns a line about a cut that was found, else "".
         """
-        recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_attempts, default={})
+        recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_age, default={})
         config, line = self._cutter(recorded), ""
         if config.micro_batch == "auto":
             found = recorded.get("micro_batch", 0)
@@ -354,5 +352,6 @@ class Attempt:
         self.lead = Lead(directory, tracker)
 
 
-def _attempts(status: dict[str, Any]) -> int:
-    return len(status.get("world_sizes", []))
+def _age(status: dict[str, Any]) -> tuple[int, float]:
+    """Orders the statuses of nodes without a shared disk: by attempts, and of one attempt rank 0's, written last."""
+    return len(status.get("world_sizes", [])), status.get("time", 0.0)

@@ -191,11 +191,12 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
     """Store a copy of the run's options and rank 0's status on a node without rank 0, so that it can continue here
     alone. With ``fresh`` an older launch's run is moved aside; returns where.
 
-    On a shared file system the folder is rank 0's own, and nothing is done.
+    On a shared file system the folder is rank 0's own, which holds its lock, and nothing is done.
     """
     mine, _ = read_facts(path / "status.json")
-    if mine == {name: fact for name, fact in status.items() if fact is not None}:
-        return None
+    with (path / ".lock").open("ab") as file:
+        if not lock(file) or mine == {name: fact for name, fact in status.items() if fact is not None}:
+            return None  # by the lock also if a cache is stale, by the status also without locks between nodes
     aside = move_aside(path) if fresh and not is_restart(mine, status["launch"]) and is_run(path) else None
     _write_config(path, options)
     # it will not learn of steps that finish, so if rank 0's node is lost, what was counted before says nothing here
