@@ -27,7 +27,7 @@ BUDGET = {
     "tasks": 2286,
     "mirror": 565,
     "launch": 3024,
-    "cli": 7483,
+    "cli": 7482,
     "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -102,6 +102,7 @@ def test_no_false_alarm(task: str, options: tuple[str, ...], tmp_path: Path) -> 
         assert {row.result for row in rows.values()} == {PASSED}, rows
 
 
+@pytest.mark.promise
 def test_jobs_of_a_good_task_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     check(f"{BAD}:Good", ["--batch-size", "20"])

@@ -287,8 +287,12 @@ def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
         "has another run: --batch-size was 64 and is now 32, --seed was 0 and is now 1; "
         "continue it with the old values, name another folder, or start over with --fresh"
     )
-    longer = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
-    assert refusal(path, OPTIONS | {"max_steps": 3}).endswith(longer)
+    started(short := path.with_name("short"), max_steps=2)
+    longer = "; to train longer, begin a run in another folder with --init-from"
+    assert refusal(short, OPTIONS | {"max_steps": 3}).endswith(f"{longer} {short}")
+    (short / "model.pt").touch()
+    assert refusal(short, OPTIONS | {"max_steps": 3}).endswith(f"{longer} {short / 'model.pt'}")
+    assert refusal(short, OPTIONS | {"max_steps": 1}).endswith("or start over with --fresh")
     path.with_name("stepless").mkdir()
     claim(path.with_name("stepless"), OPTIONS, fresh=False).begin(OPTIONS, [""])
     nothing = refusal(path.with_name("stepless"), OPTIONS | {"max_steps": 3})

@@ -95,9 +95,9 @@ def refuse_another_run(path: Path, run: Identity) -> None:
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
             for name, old, new in changed
         )
-        more = f"; to train longer, begin a run in another folder with --init-from {path / 'model.pt'}"
-        if not {"epochs", "max_steps"} & {name for name, *_ in changed}:
-            more = ""
+        more, weights = "", path / "model.pt" if (path / "model.pt").exists() else path
+        if any(name in ("epochs", "max_steps") and old and (not new or new > old) for name, old, new in changed):
+            more = f"; to train longer, begin a run in another folder with --init-from {weights}"
         if not (status.get("step") or step_folders(folder)):
             more = " (it has not finished a step)"
         raise Refusal(

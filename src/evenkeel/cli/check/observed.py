@@ -72,18 +72,17 @@ class Watch:
         self.seconds[name] += now - self.last
         self.last = now
 
-    def around(self, kind: type, method: str, before: str, after: str) -> None:
+    def around(self, kind: type, method: Callable[..., Any], before: str, after: str) -> None:
         """Charge at the beginning and at the end of each call of a method."""
-        original: Callable[..., Any] = getattr(kind, method)
 
-        @wraps(original)
+        @wraps(method)
         def timed(*arguments: Any, **more: Any) -> Any:
             self.charge(before)
-            returned = original(*arguments, **more)
+            returned = method(*arguments, **more)
             self.charge(after)
             return returned
 
-        setattr(kind, method, timed)
+        setattr(kind, method.__name__, timed)
 
 
 def pause(rank: int, step: int) -> None:
@@ -100,11 +99,11 @@ def observe(folder: Path) -> None:
     """Patch methods of this process to note each micro-batch before it is computed, and the time by part."""
     watch, parts = Watch(), {FORWARD: "forward", BACKWARD: "backward"}
     micro_batches, mark, after_step = DistributedLoss.micro_batches, Arrivals.mark, Run.after_step
-    watch.around(Arrivals, "begin", "other", "other")
-    watch.around(Transfer, "__call__", "data", "transfer")
-    watch.around(DistributedLoss, "step", "reduction", "optimizer")
-    watch.around(Evaluation, "__call__", "other", "evaluation")
-    watch.around(Checkpointer, "after_step", "other", "checkpoint")
+    watch.around(Arrivals, Arrivals.begin_step, "other", "other")
+    watch.around(Transfer, Transfer.__call__, "data", "transfer")
+    watch.around(DistributedLoss, DistributedLoss.step, "reduction", "optimizer")
+    watch.around(Evaluation, Evaluation.__call__, "other", "evaluation")
+    watch.around(Checkpointer, Checkpointer.after_step, "other", "checkpoint")
 
     def noted(self: DistributedLoss, step: Step) -> Iterator[Any]:
         pause(self.world.rank, step.number)
