@@ -51,11 +51,13 @@ class Diagnosis:
         self._complete = False  # the other ranks have been asked
         self._collectives: dict[str, dict[str, Any]] = {}
         self._thread = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
-        self._thread.start()
+        with contextlib.suppress(RuntimeError):  # the system may have no more threads, and the save comes first
+            self._thread.start()
 
     def explain(self) -> str:
         """Return which rank is where, once the thread knows; the lowest live rank prints it."""
-        self._thread.join(STORE_TIMEOUT + 3 * self._watch.interval)
+        if self._thread.is_alive():
+            self._thread.join(STORE_TIMEOUT + 3 * self._watch.interval)
         text = f"no progress for {self._watch.timeout:g} s: {self.outlook.where}; stacks are in {near(self._logs)}"
         if self._world.rank == self.outlook.lowest:
             say(f"evenkeel: {text}", to_stderr=True)

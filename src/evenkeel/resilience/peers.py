@@ -139,8 +139,10 @@ class Keepers:
                 return True
             store.add(DONE, 1)
             while store.add(DONE, 0) < self._world_size and time.monotonic() < deadline:
-                if (died := self.has_died()) or store.check([UNKEPT]) or wait_for_stop(self.interval):
+                if (died := self.has_died()) or not self._store:  # it may have just been lost
                     return not died
+                if store.check([UNKEPT]) or wait_for_stop(self.interval):
+                    return True
             gone, deadline = store.add(GONE, 1), time.monotonic() + 1
             while keeper_link.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
                 time.sleep(self.interval / 4)  # or the others would lose this store

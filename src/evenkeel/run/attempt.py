@@ -217,8 +217,10 @@ class Attempt:
         options, alike = everywhere[0]
         for rank, (typed, here_alike) in enumerate(everywhere):
             other = [(name, value, here_alike[name]) for name, value in alike.items() if here_alike[name] != value]
-            for name, lead, here in [*changed_options(options, typed, self.harmless), *other]:
-                raise Refusal(f"{flag(name)} is {lead} on rank 0 and {here} on rank {rank}; type the same on all nodes")
+            for name, first, here in [*changed_options(options, typed, self.harmless), *other]:
+                raise Refusal(
+                    f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
+                )
 
     def _refuse_other_bits(self, before: Records) -> None:
         """With --strict-bits and a run that goes on: by the newest manifest of any node."""

@@ -151,9 +151,11 @@ class Checkpoints:
 
     def manifest(self, step: int, metrics: Mapping[str, float], kind: Kind) -> Manifest:
         """The manifest of a checkpoint that is written now, without its files, which are not known yet."""
-        it = self.provenance
-        facts = named(TEST, metrics), it.best_by, it.fingerprint, it.bits_void_from
-        return Manifest(step, time.time(), kind, socket.gethostname(), *facts, {}, self.keep_every)
+        it, host = self.provenance, socket.gethostname()
+        return Manifest(
+            step, time.time(), kind, host, named(TEST, metrics), best_by=it.best_by, fingerprint=it.fingerprint,
+            bits_void_from=it.bits_void_from, files={}, keep_every=self.keep_every,
+        )  # fmt: skip
 
     def clear_snapshots(self, before: int) -> None:
         """Delete the snapshots of this host at steps below ``before``: leftovers, once rank 0 has a later checkpoint.

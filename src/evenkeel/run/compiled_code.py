@@ -89,7 +89,8 @@ class CompiledCode:
                     archive.extractall(self.folder)
                     self._packed = set(archive.namelist())
         except Exception as why:  # zipfile raises nearly everything: it is encrypted, of an unknown method, ...
-            shutil.rmtree(self.folder, ignore_errors=True)  # it might have an incomplete library
+            with contextlib.suppress(OSError):
+                self._begin_anew()  # it might have an incomplete library
             return f"{self.archive}: {why or type(why).__name__}: it is not used, and the model is compiled again"
         return ""
 

@@ -151,6 +151,8 @@ class Ending:
 
     def stopped(self, reason: str) -> None:
         """Save the last finished step after a stop signal. Any thread may call it at any time."""
+        if self._attempt.status.get("state") == "finished":
+            return  # all is saved; the same command says so
         regroups = reason == REGROUPING
         saved = self._rescue(in_place=regroups)
         if self.watch:

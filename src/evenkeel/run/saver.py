@@ -51,6 +51,7 @@ class Saver:
         self.checkpoints, self._devices, self._grace, self._written = checkpoints, devices, grace, written
         self._keeper_memory, self._on_cpu = memory, all(device.type == "cpu" for device in devices)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread.submit(int)  # starts it: later the system may have no more threads
         self._work: Future[float] | None = None
         self._staging = Staging(*devices)
         self.step = 0
