@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1712,
+    "common": 1717,
     "config": 595,
-    "data": 3135,
-    "distributed": 2437,
+    "data": 3133,
+    "distributed": 2438,
     "resilience": 1676,
-    "training": 6584,
-    "run": 6782,
+    "training": 6614,
+    "run": 6781,
     "tasks": 2286,
     "mirror": 565,
-    "launch": 3024,
-    "cli": 7482,
+    "launch": 3004,
+    "cli": 7483,
     "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

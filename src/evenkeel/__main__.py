@@ -92,8 +92,8 @@ def main() -> int:
 
 def _command(arguments: list[str], known: dict[str, Callable[..., Any]], prog: str) -> Callable[[list[str]], int]:
     """The command with its options; call it with what follows `--`."""
-    # an option in place of a command is not known
-    takes = inspect.signature(getattr(known.get(arguments[0]), "__call__", lambda: 0)).parameters  # noqa: B004
+    named = known.get(arguments[0])  # none if an option is in its place
+    takes = inspect.signature(named.__call__).parameters if named else ()  # type: ignore[operator]
     command: Callable[..., int] = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments, prog=prog, description=__doc__),
         f"--help lists all options{'; those of train.py come after --' * ('train_options' in takes)}",

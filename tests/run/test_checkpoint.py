@@ -704,7 +704,7 @@ def test_a_frozen_writer_of_the_same_step_neither_delays_nor_spoils_a_rescue(tmp
 
 
 def test_the_control_writers_that_share_a_name_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenkeel.run.checkpoint.uuid4", lambda: UUID(int=5))
+    monkeypatch.setattr("evenkeel.common.files.uuid4", lambda: UUID(int=5))
     with frozen_writer(tmp_path), pytest.raises(FileExistsError):
         rescue_step_5(tmp_path)
 

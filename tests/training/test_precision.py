@@ -12,7 +12,7 @@ from evenkeel.config import FLOOR, Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
-from evenkeel.training.determinism import fix_arithmetic, matmul_precision
+from evenkeel.training.determinism import fix_arithmetic, float32_restored, matmul_precision
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.nonfinite import NonFinite
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
@@ -150,6 +150,11 @@ def test_tf32_is_chosen_for_gpus_and_said_to_be_float32_on_a_cpu() -> None:
         if hasattr(torch.backends, "fp32_precision"):  # since 2.9; mixed with the older setting, torch raises
             torch.backends.cuda.matmul.fp32_precision = "tf32"
             assert "tf32, CPU ieee, is reset" in fix_arithmetic(exact=False)
+            torch.backends.mkldnn.conv.fp32_precision = "bf16"
+            with float32_restored():
+                fix_arithmetic(exact=False, tf32=True)
+                assert torch.backends.mkldnn.conv.fp32_precision == "none"
+            assert torch.backends.mkldnn.conv.fp32_precision == "bf16"
         assert fix_arithmetic(exact=False) == ""
         assert matmul_precision() == "highest"
     finally:

@@ -24,13 +24,18 @@ TOUCH, FROZEN = 0.5, 2.0
 """Seconds between two touches of a folder by the process that has locked it; without one it counts as frozen."""
 
 
+def unfinished(path: Path) -> Path:
+    """A new name beside a file or folder, to write it there; not by a process's number, which containers share."""
+    return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+
+
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: bool = False) -> None:
     """Write a file so that a crash leaves the old file or the new one, never a partial one.
 
     `write` is called with the open, empty file; `private`: see :func:`close_to_others`. The steps and their order are
     those of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014).
     """
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")  # in containers processes have the same numbers
+    temporary = unfinished(path)
     try:
         with temporary.open("wb") as file:
             if private:

@@ -59,13 +59,13 @@ def validate(config: Config, samples: int | None = None) -> None:
         raise Refusal(f"--task {config.task}: its training data is empty (train_dataset() has length 0)")
     if samples is not None and size > samples:
         raise Refusal(f"--batch-size {size}: the training data has only {samples} samples; use at most that")
-    path, found = config.init_from, config.init_from is None or os.access(config.init_from, os.F_OK)
-    goes_on = config.run_dir and not config.fresh and any(config.run_dir.glob("checkpoints/step-*"))
-    if not found and not goes_on:
-        raise Refusal(f"--init-from {path}: no such file or folder")
-    if path and found and not (path.is_file() or path.is_dir()):  # reading a pipe may never end
-        raise Refusal(f"--init-from {path}: is neither a file nor a folder, but a pipe or a device")
-    if config.init_partial and not path:
+    if path := config.init_from:
+        found = os.access(path, os.F_OK)
+        if not found and (config.fresh or not (config.run_dir and any(config.run_dir.glob("checkpoints/step-*")))):
+            raise Refusal(f"--init-from {path}: no such file or folder")
+        if found and not (path.is_file() or path.is_dir()):  # reading a pipe may never end
+            raise Refusal(f"--init-from {path}: is neither a file nor a folder, but a pipe or a device")
+    elif config.init_partial:
         raise Refusal("--init-partial: there is no --init-from; name a file or leave it out")
     shares_of(config)
     window = profile_window(config)

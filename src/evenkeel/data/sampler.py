@@ -106,9 +106,8 @@ class ElasticSampler(DistributedSampler[Any]):
         self.first_step = first_step
 
     def __iter__(self) -> Iterator[Indices]:
-        if not (steps := self.steps()) or not self.micro_batches(
-            steps.start
-        ):  # idle to the end of the epoch, and that of a stream is far
+        steps = self.steps()
+        if not steps or not self.micro_batches(steps.start):  # idle to the end of the epoch; that of a stream is far
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))
         while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 
 from ..common.errors import Ended, EndedByData, place_of
-from ..common.files import read_json
+from ..common.files import read_json, unfinished
 from ..common.memory import is_out_of_memory
 from ..common.phases import activity
 from .data_digest import digest
@@ -247,7 +246,7 @@ class _States:
         kept = [*kept, {"number": newest, **entry}]
         kept = [it for it in kept if it["number"] > newest - 2 * (it["number"] & -it["number"])]
         assert self.path
-        temporary = self.path.with_name(f".{self.path.name}.{uuid4().hex}.tmp")
+        temporary = unfinished(self.path)
         with suppress(OSError):  # a full disk is reported elsewhere, by files that must be written
             self.path.parent.mkdir(exist_ok=True)
             temporary.write_text(json.dumps({"of": self.of.name, "sha256": self._sum(kept), "kept": kept}))

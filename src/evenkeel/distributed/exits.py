@@ -124,10 +124,11 @@ def reason_of(error: BaseException) -> str:
     text = "\n".join((f"{name}{error}".strip(), *getattr(error, "__notes__", ())))
     sample = re.search(r"^\(sample \d+\)$", text, re.M)  # of `Seeded`
     first = text.partition("\n")[0].rstrip(".: ")
-    if is_loss_of_a_rank(error) and (gloo := re.search(BROKEN, text)):
-        return f"the connection to another rank broke: it has died or is out of reach (gloo: {gloo[1]})"
-    if is_loss_of_a_rank(error) and (gloo := re.search(LATE, text)):
-        return f"no answer from another rank: it is late, stuck or out of reach (gloo: {gloo[1]})"
+    if is_loss_of_a_rank(error):
+        if gloo := re.search(BROKEN, text):
+            return f"the connection to another rank broke: it has died or is out of reach (gloo: {gloo[1]})"
+        if gloo := re.search(LATE, text):
+            return f"no answer from another rank: it is late, stuck or out of reach (gloo: {gloo[1]})"
     # of an error in a loader process torch names the place first, and the error after its traceback
     if kind := re.search(r"Caught (\w+) in DataLoader worker process ", first):
         first = [first, *re.findall(rf"^(?:\w+\.)*{kind[1]}\b.*", text, re.M)][-1]

@@ -30,6 +30,7 @@ from ..run.run import Run
 from ..run.weights import read_weights
 from ..tasks.command_line import parse
 from ..tasks.registry import BUILT_IN, load_task
+from ..training.determinism import float32_restored
 from ..training.task import Task, option_name
 from .launchers import option_words, processes_of_node
 from .topology import Topology, torchrun
@@ -142,7 +143,7 @@ def _settings_restored() -> Iterator[None]:
     """Leave this process the settings of torch, and the generator, that it had; those of a run are for the run."""
     exact, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     benchmark = torch.backends.cudnn.benchmark
-    with _float32_restored():
+    with float32_restored():
         try:
             with torch.random.fork_rng():
                 yield
@@ -150,27 +151,6 @@ def _settings_restored() -> Iterator[None]:
             torch.use_deterministic_algorithms(exact)
             torch.set_num_threads(threads)
             torch.backends.cudnn.benchmark = benchmark
-
-
-@contextmanager
-def _float32_restored() -> Iterator[None]:
-    """The same for the precision of float32 products, by the older settings unless the program has used newer ones."""
-    backends: Any = torch.backends
-    cudnn = backends.cudnn
-    older = newer = None
-    try:
-        older = torch.get_float32_matmul_precision(), cudnn.allow_tf32
-    except RuntimeError:  # torch refuses to translate the newer ones
-        parts = (backends, backends.cuda.matmul, backends.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn)
-        newer = [(part, part.fp32_precision) for part in parts]
-    try:
-        yield
-    finally:
-        if older:
-            torch.set_float32_matmul_precision(older[0])
-            cudnn.allow_tf32 = older[1]
-        for part, value in newer or ():
-            part.fp32_precision = value
 
 
 def _loop(script: Path) -> Path:

@@ -27,10 +27,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
-from uuid import uuid4
 
 from ..common.deadlines import FOREVER
-from ..common.files import folder_locked, read_json, sha256_of, sync_folder, write_json
+from ..common.files import folder_locked, read_json, sha256_of, sync_folder, unfinished, write_json
 from ..common.naming import TEST, full_name, named
 from .state_files import STATE as STATE
 from .state_files import Damaged as Damaged
@@ -183,7 +182,7 @@ class Checkpoints:
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
         step = state["step"]
         final = self.folder / f"step-{step:08d}"
-        temporary = self.folder / f".{final.name}.{uuid4().hex}.tmp"
+        temporary = unfinished(final)
         temporary.mkdir()
         try:
             with (temporary / STATE).open("wb") as file:

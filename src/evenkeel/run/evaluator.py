@@ -53,7 +53,7 @@ class Evaluator:
             size = first.sampler.micro_batches(0)[0].size if attempt.lead and own else 0
             warn = partial(warn_of_sums, "metrics", self._task, attempt.world.device, size)
             rehearsed, *_ = [it.rehearse(*compute, *[warn] * (it is first and size > 0)) for it in self._evaluations]
-            media.check(self._evaluations[0].shown)
+            media.check(first.shown)
             self._checked = rehearsed is not None
             if rehearsed is not None:
                 self._check(rehearsed)

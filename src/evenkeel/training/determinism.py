@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,8 @@ def fix_arithmetic(exact: bool, tf32: bool = False) -> str:
     """
     backends: Any = torch.backends
     before, chosen = matmul_precision(), "high" if tf32 else "highest"
-    if hasattr(backends, "fp32_precision"):  # since torch 2.9; it overrides what is set below
-        for part in (backends, backends.cudnn, backends.mkldnn, backends.mkldnn.conv, backends.mkldnn.rnn):
-            part.fp32_precision = "none"
+    for part in _parts_with_precision():  # it overrides what is set below
+        part.fp32_precision = "none"
     torch.set_float32_matmul_precision(chosen)
     backends.cudnn.allow_tf32 = tf32
     if exact:
@@ -61,6 +60,37 @@ def matmul_precision() -> str:
     except RuntimeError:  # the program has used the newer setting, and torch refuses to translate it
         backends: Any = torch.backends
         return f"{backends.cuda.matmul.fp32_precision}, CPU {backends.mkldnn.matmul.fp32_precision}"
+
+
+@contextmanager
+def float32_restored() -> Iterator[None]:
+    """Leave this process the precision of float32 that it had, by torch's older settings and the newer ones."""
+    cudnn: Any = torch.backends.cudnn
+    matmul = tf32 = None
+    with suppress(RuntimeError):  # as in `matmul_precision`
+        matmul = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        tf32 = cudnn.allow_tf32
+    newer = [(part, part.fp32_precision) for part in _parts_with_precision()]
+    try:
+        yield
+    finally:
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
+        if tf32 is not None:
+            cudnn.allow_tf32 = tf32
+        for part, value in newer:
+            part.fp32_precision = value
+
+
+def _parts_with_precision() -> list[Any]:
+    """What has torch's newer setting, `fp32_precision`: the whole, then its parts; nothing before torch 2.9."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        return []
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    parts = [backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
+    return [backends, cudnn, mkldnn, *parts]
 
 
 def threads_of_a_rank(exact: bool, local_world_size: int) -> int:
