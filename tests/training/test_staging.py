@@ -278,6 +278,32 @@ def test_a_rescue_while_a_checkpoint_is_written_leaves_two_whole(tmp_path: Path,
     assert training.saved(2)
 
 
+def test_a_checkpoint_needs_no_new_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path / "run", RANK_0)
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    training.step()
+    training.run.checkpointer.after_step({})
+    training.run.checkpointer.saver.result()
+    assert training.saved(1)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_signal_after_the_end_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], finished: bool
+) -> None:
+    training = Training(tmp_path / "run", RANK_0)
+    training.step()
+    if finished:
+        assert training.run.attempt.lead
+        training.run.attempt.lead.directory.advance("finished", 1)
+    training.run.ending.stopped("SIGTERM")
+    assert ("the same command continues there" in capsys.readouterr().out) == (not finished)
+
+
 def test_memory_whose_writer_has_failed_can_be_used_again(tmp_path: Path) -> None:
     training = Training(tmp_path / "run", RANK_0)
     (tmp_path / "run" / "checkpoints").write_text("in the way")
