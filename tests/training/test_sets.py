@@ -12,6 +12,7 @@ from evenkeel.config import Config
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.task_data import evaluation_sets, training_set
 from tests.support.components import optional
+from tests.support.raised import refusal_of
 from tests.support.validated_task import Validated, samples
 
 OTHERS = [task() for name in ("regress.Regress", "segment.Segment") for task in optional(f"tasks.{name}")]
@@ -91,7 +92,7 @@ def test_a_dict_by_number_is_a_data_set_as_it_was() -> None:
 @pytest.mark.parametrize("method", ["train_dataset", "validation_dataset", "test_dataset"])
 def test_a_length_that_is_none_is_refused_in_a_line(length: Any, why: str, method: str) -> None:
     told = f"{method}() returned an OfLength whose __len__ fails: {why}"
-    assert refusal_of(method, lambda: OfLength(length)).startswith(told)
+    assert refused(method, lambda: OfLength(length)).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -105,16 +106,16 @@ def test_a_length_that_is_none_is_refused_in_a_line(length: Any, why: str, metho
 )
 @pytest.mark.parametrize("method", ["train_dataset", "validation_dataset", "test_dataset"])
 def test_a_file_that_a_task_does_not_find_is_a_line_with_its_place(reads: Any, why: str, method: str) -> None:
-    assert refusal_of(method, reads).startswith(f"{method}(): {why} at ")
-    assert f"{__file__}:" in refusal_of(method, reads) or "<string>" in refusal_of(method, reads)
+    assert refused(method, reads).startswith(f"{method}(): {why} at ")
+    assert f"{__file__}:" in refused(method, reads) or "<string>" in refused(method, reads)
 
 
 def test_a_mistake_in_a_task_keeps_its_traceback() -> None:
     with pytest.raises(KeyError):
-        refusal_of("train_dataset", lambda: {}["data"])
+        refused("train_dataset", lambda: {}["data"])
 
 
-def refusal_of(method: str, makes: Any) -> str:
+def refused(method: str, makes: Any) -> str:
     class Odd(Validated):
         def __getattribute__(self, name: str) -> Any:
             return returned if name == method else super().__getattribute__(name)
@@ -123,9 +124,7 @@ def refusal_of(method: str, makes: Any) -> str:
         return makes()
 
     returned.__name__ = method
-    with pytest.raises(Refusal) as refused:
-        (training_set if method == "train_dataset" else evaluation_sets)(Odd(), Config())
-    return str(refused.value)
+    return refusal_of(training_set if method == "train_dataset" else evaluation_sets, Odd(), Config())
 
 
 @pytest.mark.parametrize("task", [Classify(), Classify(augment="basic"), *OTHERS])
