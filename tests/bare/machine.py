@@ -37,6 +37,7 @@ done
 mkdir "$root/dev/pts" "$root/dev/shm"
 mount -t devpts -o newinstance,ptmxmode=666,mode=620 devpts "$root/dev/pts"
 mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+mount -t tmpfs -o mode=1777 tmp "$root/tmp"  # pip's 3 GB of downloads need no disk
 ln -s pts/ptmx "$root/dev/ptmx"
 for pair in fd: stdin:/0 stdout:/1 stderr:/2; do ln -s "/proc/self/fd${pair#*:}" "$root/dev/${pair%%:*}"; done
 hostname bare
