@@ -73,7 +73,7 @@ def test_text_will_do_for_a_path() -> None:
         ({"reduce_dtype": "bf16", "strategy": "dp"}, "--reduce-dtype bf16 --strategy dp: one process", "leave one out"),
         ({"strategy": "dp", "share_gpu": True}, "--strategy dp --share-gpu", "leave one of them out"),
         ({"micro_batch": "auto", "share_gpu": True}, "--micro-batch auto --share-gpu", "give a number"),
-        ({"init_from": Path("no/such/model.pt")}, "--init-from no/such/model.pt", "no such file"),
+        ({"init_from": Path("no/model.pt"), "run_dir": Path("no/run")}, "--init-from no/model.pt", "no such file"),
         ({"init_partial": True}, "--init-partial", "name a file or leave it out"),
         ({"ema": 1.0}, "--ema 1.0", "must be below 1"),
         ({"ema": -0.1}, "--ema -0.1", "must be at least 0"),

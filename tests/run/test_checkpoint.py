@@ -326,7 +326,8 @@ def test_an_old_run_writes_nothing(tmp_path: Path, run_id: str, moment: str, cap
             checkpoints.folder.rename(tmp_path / "old")
             checkpoints.folder.mkdir()
         else:
-            wait_until(lambda: any(map(size_of, checkpoints.folder.glob(f".step-*/{STATE}"))), "the first bytes")
+            files = f".step-*/{STATE}"
+            wait_until(lambda: any(map(size_of, checkpoints.folder.glob(files))), "the first bytes", every=0.0002)
             os.kill(writer.pid or 0, signal.SIGSTOP)
         write_json(tmp_path / "status.json", {"run_id": "new"})
     os.kill(writer.pid or 0, signal.SIGCONT)
@@ -337,7 +338,7 @@ def test_an_old_run_writes_nothing(tmp_path: Path, run_id: str, moment: str, cap
 
 def rescue_step_7(checkpoints: Checkpoints) -> None:
     torch.set_num_threads(1)
-    checkpoints.save_if_new(state(7, BIG), time.monotonic() + 60)
+    checkpoints.save_if_new(state(7, 4 * BIG), time.monotonic() + 60)
 
 
 def opened_by(pid: int | None) -> list[str]:
