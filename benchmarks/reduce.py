@@ -118,8 +118,8 @@ def compare(name: str, plan: Plan, world: World, count: int) -> None:
     if world.rank == 0:
         ring, again, bf16, tree, alone = (median(seconds[side]) for side in SIDES)
         print(
-            f"{name:<9} M = {plan.max_world_size:<3} ring {ring * 1e3:7.1f} ms  ring again / ring {again / ring:.3f}  "
-            f"bf16 / ring {bf16 / ring:.3f}  tree / ring {tree / ring:.3f}  "
+            f"{name:<9} M = {plan.micro_batches_per_step:<3} ring {ring * 1e3:7.1f} ms  "
+            f"ring again / ring {again / ring:.3f}  bf16 / ring {bf16 / ring:.3f}  tree / ring {tree / ring:.3f}  "
             f"exposed communication: ring {(ring - alone) / ring:.1%}, "
             f"tree {(tree - alone) / tree:.1%}  memory kept {bytes_kept / 1e6:.0f} MB",
             flush=True,

@@ -57,7 +57,7 @@ def test_where_each_pass_is_a_collective_all_ranks_have_as_many(count: int, worl
 
 
 @pytest.mark.parametrize(
-    ("plan", "steps_per_epoch", "total_steps", "last_step", "max_world_size"),
+    ("plan", "steps_per_epoch", "total_steps", "last_step", "micro_batches"),
     [
         (Plan(samples=1437, global_batch=64, micro_batch=8, epochs=15), 23, 345, 29, 8),
         (Plan(samples=1440, global_batch=64, micro_batch=8, epochs=1), 23, 23, 32, 8),
@@ -72,9 +72,10 @@ def test_where_each_pass_is_a_collective_all_ranks_have_as_many(count: int, worl
         ),
     ],
 )
-def test_steps_counted(plan: Plan, steps_per_epoch: int, total_steps: int, last_step: int, max_world_size: int) -> None:
-    found = (plan.steps_per_epoch, plan.total_steps, plan.step_samples(plan.total_steps - 1), plan.max_world_size)
-    assert found == (steps_per_epoch, total_steps, last_step, max_world_size)
+def test_steps_counted(plan: Plan, steps_per_epoch: int, total_steps: int, last_step: int, micro_batches: int) -> None:
+    assert (plan.steps_per_epoch, plan.total_steps) == (steps_per_epoch, total_steps)
+    assert plan.step_samples(plan.total_steps - 1) == last_step
+    assert plan.micro_batches_per_step == micro_batches
 
 
 @patient
@@ -119,7 +120,7 @@ def test_micro_batches_do_not_depend_on_the_world_size(plan: Plan, world_size: i
     step = data.draw(st.integers(0, plan.total_steps - 1), label="step")
     dealt = [piece for rank in range(world_size) for piece in plan.micro_batches(step, rank, world_size)]
     assert dealt == plan.micro_batches(step)
-    most = plan.max_world_size
+    most = plan.micro_batches_per_step
     assert plan.micro_batches(0, most - 1, most)
     assert plan.micro_batches(step, most, most + 1) == []
 
@@ -165,4 +166,4 @@ def test_a_cut_by_number_in_numbers(samples: int, batch: int, number: int, full:
     plan = Plan.by_count(samples, batch, number, epochs=1)
     last = plan.steps_per_epoch - 1
     assert [[piece.size for piece in plan.micro_batches(step)] for step in (0, last)] == [full, tail]
-    assert plan.max_world_size == number
+    assert plan.micro_batches_per_step == number

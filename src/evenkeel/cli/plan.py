@@ -42,7 +42,7 @@ class PlanCommand:
         dp, train_set = config.strategy == "dp", training_set(task, config)
         config, why = self._decide_cut(config, task)
         plan = Plan.of(config, positions_in(train_set), batches := token_batches(train_set))
-        most = plan.max_world_size
+        most = plan.micro_batches_per_step
         ranks = f"up to {most} ranks have work" if most > 1 else "one rank has work"
         size = _count(len(train_set), "sample")
         if order := order_name(train_set):

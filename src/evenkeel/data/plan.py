@@ -117,7 +117,7 @@ class Plan:
         return min(steps, self.max_steps) if self.max_steps else steps
 
     @property
-    def max_world_size(self) -> int:
+    def micro_batches_per_step(self) -> int:
         """M, the micro-batches of a full step: further ranks would be idle."""
         return self._count(0)
 

@@ -121,7 +121,10 @@ class ElasticSampler(DistributedSampler[Any]):
                 yield Indices(samples[end - each.size : end], self.epoch, each)
 
     def __len__(self) -> int:
-        return sum(len(self.micro_batches(step)) for step in self.steps())
+        if not (steps := self.steps()):
+            return 0
+        # only an epoch's last step may be shorter; a stream has too many to visit them all
+        return len(self.micro_batches(steps[0])) * (len(steps) - 1) + len(self.micro_batches(steps[-1]))
 
     def steps(self) -> range:
         """Global numbers of the remaining steps of the epoch."""

@@ -61,13 +61,13 @@ class Peers:
 
 def refuse_too_few_ranks(plan: Plan, world_size: int) -> None:
     """Refuse a cut in which a rank would have more than one micro-batch."""
-    if world_size >= plan.max_world_size:
+    if world_size >= plan.micro_batches_per_step:
         return
     enough = -(-min(plan.global_batch, plan.samples) // world_size)
     raise Refusal(
-        f"--sync-batchnorm: a step has {plan.max_world_size} micro-batches of {plan.micro_batch} samples, and each "
-        f"needs its own rank, but there {'are' if world_size > 1 else 'is'} only {world_size}; start "
-        f"{plan.max_world_size} ranks, or a new run with --micro-batch {enough}"
+        f"--sync-batchnorm: a step has {plan.micro_batches_per_step} micro-batches of {plan.micro_batch} samples, and "
+        f"each needs its own rank, but there {'are' if world_size > 1 else 'is'} only {world_size}; start "
+        f"{plan.micro_batches_per_step} ranks, or a new run with --micro-batch {enough}"
     )
 
 

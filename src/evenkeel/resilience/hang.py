@@ -116,8 +116,17 @@ class Watch:
                     store = store.clone()  # one slow answer must not silence a healthy rank for ever
 
     def _report_and_read(self, store: Store, count: int) -> None:
-        """Report on this rank, and read of checkpoints, of ranks with patience, and of alarms."""
+        """Report on this rank, and read what others have reported; the store may raise a RuntimeError."""
         store.set(f"rank/{self.world.rank}", json.dumps(asdict(beat_now(self.world, count))))
+        self._share_saved(store)
+        self._share_patience(store, count)
+        if self._alarm.is_set():
+            store.set(ALARM, "")
+        elif store.check([ALARM]):
+            self._alarm.set()
+
+    def _share_saved(self, store: Store) -> None:
+        """Announce rank 0's new checkpoint; on each node call `on_saved` with a new one."""
         if (step := self._saved_here) > self._announced:
             store.set(SAVED, str(step))
             self._announced = step
@@ -127,15 +136,15 @@ class Watch:
             # in a thread of its own: while a slow disk deletes, this rank must not look frozen
             self._cleaning = threading.Thread(target=self._on_saved, args=(step,), name="clean", daemon=True)
             self._cleaning.start()
+
+    def _share_patience(self, store: Store, count: int) -> None:
+        """Report that this rank compiles or waits for a slow disk; to wait for such a rank is progress, too."""
         if activity.is_patient():
             store.set(PATIENT, f"{self.world.rank} {count}")
         elif activity.phase != COMPILATION and store.check([PATIENT]):
             before, self._patient = self._patient, store.get(PATIENT)
-            activity.changes += self._patient != before  # waiting for a rank with patience counts as progress
-        if self._alarm.is_set():
-            store.set(ALARM, "")
-        elif store.check([ALARM]):
-            self._alarm.set()
+            if self._patient != before:
+                activity.changes += 1
 
     def _watch(self) -> None:
         changes, idle = -1, 0.0

@@ -85,7 +85,8 @@ class Keepers:
         return bool(poll.poll(0))
 
     def has_died(self) -> bool:
-        """Whether a keeper has reported a death; False if the store does not answer."""
+        """Whether a keeper has reported a death, whose cause the next trainer finds in the environment; False if the
+        store does not answer."""
         try:
             if self._is_cut_off():
                 self._lose()

@@ -121,14 +121,15 @@ class Attempt:
             prepare_folder(self.path, run, config.fresh)
         facts = fingerprint_of_run(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
-        folder, best, every = self.path / "checkpoints", config.keep_best, config.keep_every
         self.provenance = Provenance(fingerprint=facts)
-        self.checkpoints = Checkpoints(folder, config.keep, self.provenance, best, every)
+        keep = config.keep, self.provenance, config.keep_best, config.keep_every
+        self.checkpoints = Checkpoints(self.path / "checkpoints", *keep)
         self.logs = self.path / "logs"
         self.lead: Lead | None = None
         self.hosts: list[str] = []
         self._notices: list[str] = []  # warnings to log when the attempt has begun; "" for none
-        self.harmless, self._cutter = task.harmless, cutter
+        self.harmless = task.harmless
+        self._cutter = cutter
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def close(self) -> None:

@@ -234,14 +234,16 @@ class Checkpoints:
             with contextlib.suppress(Damaged):
                 yield path, read_manifest(path)
 
-    def load_newest(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is complete and undamaged; damaged ones are reported and set aside."""
+    def load_newest(self, step: int | None = None) -> dict[str, Any] | None:
+        """The newest checkpoint that is complete and undamaged, or that of a step; None if there is none. Those that it
+        finds damaged are reported and set aside."""
         clean(self.folder)
         for path in reversed(step_folders(self.folder)):
-            try:
-                return load(path)
-            except Damaged as damage:
-                set_aside(path, damage)
+            if step in (None, step_of(path)):
+                try:
+                    return load(path)
+                except Damaged as damage:
+                    set_aside(path, damage)
         return None
 
     def best_path(self) -> Path | None:

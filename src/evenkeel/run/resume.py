@@ -128,10 +128,9 @@ class Resume:
 
     def _from_disk(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
         """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
-        saved = self._checkpoints.load_newest() if self._world.rank == holder else None
-        # a damaged one has been set aside by now, and another node may hold the next best
-        complete = saved and saved["step"] == newest
-        manifest = self._world.broadcast(self._checkpoints.newest_manifest(newest) if complete else None, holder)
+        # no older one: a damaged one is set aside, and then another node may hold the next best
+        saved = self._checkpoints.load_newest(newest) if self._world.rank == holder else None
+        manifest = self._world.broadcast(self._checkpoints.newest_manifest(newest) if saved else None, holder)
         return manifest, self._world.broadcast_tensors(saved, holder) if manifest else {}
 
     def _from_memory(self, in_memory: Sequence[Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
@@ -167,6 +166,20 @@ class Resume:
 
     def report(self, state: State, directory: RunDirectory, tracker: Tracker) -> None:
         """Log on rank 0 from where the run continues, and start the tracker."""
+        self._report_model(state)
+        if keeper_link.has_keeper() and self._config.keeper_memory == "on":
+            _report_memory(state)
+        if state.step < (came := directory.status.get("step", 0)):
+            log.warning("the run had reached step %d, but its newest checkpoint is of step %d", came, state.step)
+        if self._other_best:
+            log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
+        records = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
+        activity.redo_until = max((record["step"] for record in records), default=0)
+        tracker.start(state.step, evaluation_in(records, state.step))
+        self._report_bits(state.step, tracker)
+
+    def _report_model(self, state: State) -> None:
+        """Log where the model is and has its weights from, and warn of likely mistakes in it."""
         if state.placed:
             log.info("%s", state.placed)
         likely = left_out(state.names, state.optimizers), left_evaluating(state.model), unregistered(state.model)
@@ -175,19 +188,6 @@ class Resume:
         if state.origin and state.step == 0:
             # weights that stayed random are worth a warning
             log.log(logging.WARNING if self._config.init_partial else logging.INFO, "%s", state.origin)
-        if state.step < (came := directory.status.get("step", 0)):
-            log.warning("the run had reached step %d, but its newest checkpoint is of step %d", came, state.step)
-        if keeper_link.has_keeper() and self._config.keeper_memory == "on":
-            size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
-            more = "" if state.step else ", and the optimizers' state"
-            stores, leaves = "each rank stores its part of two steps of", "when a rank dies, each other leaves"
-            log.info("%s %.1f MB%s, in memory (--keeper-memory)", stores if state.sharding else leaves, size, more)
-        if self._other_best:
-            log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
-        records = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
-        activity.redo_until = max((record["step"] for record in records), default=0)
-        tracker.start(state.step, evaluation_in(records, state.step))
-        self._report_bits(state.step, tracker)
 
     def _report_bits(self, step: int, tracker: Tracker) -> None:
         others = self._other_bits
@@ -203,6 +203,13 @@ class Resume:
             level = logging.WARNING if self._config.reduce == "tree" or "strategy" in others else logging.INFO
             log.log(level, "from step %d on bit-for-bit equality is void: %s", step, describe(others))
             tracker.event("bits", step, differences=others)
+
+
+def _report_memory(state: State) -> None:
+    size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
+    more = "" if state.step else ", and the optimizers' state"
+    stores = "each rank stores its part of two steps of" if state.sharding else "when a rank dies, each other leaves"
+    log.info("%s %.1f MB%s, in memory (--keeper-memory)", stores, size, more)
 
 
 def compare_bits(present: Sequence[Mapping[str, str]], manifest: Manifest | None, strict: bool) -> Differences:

@@ -259,9 +259,10 @@ class Run:
                 if self.asked_to_stop():
                     raise KeyboardInterrupt
                 yield step
-                if self.state.step != step.number + (not self.verification.again):
+                again = self.verification.again  # --verify-every: the step was not committed
+                if self.state.step != (step.number if again else step.number + 1):
                     raise wrong_step()
-                if self.state.is_over() or sampler.counts != self.step_log.balance.counts or self.verification.again:
+                if again or self.state.is_over() or sampler.counts != self.step_log.balance.counts:
                     break
 
     def _refreshed(self, refresh: Refresh, sampler: ElasticSampler) -> DataLoader[Any]:
@@ -331,7 +332,7 @@ def _timeouts(config: Config, ranks: int, state: State) -> tuple[timedelta, time
     # it writes weights, two moments and an average, in 4 bytes each; in a sharded run its rows of them
     writing = 4 * 4 * weights / (shard_size(config, ranks) if sharded else 1) / SLOWEST
     # a collective's time-out explains nothing, so the watch for hangs, which has patience with both, must come earlier
-    longest = max(600, config.hang_timeout) + 300 + max(COMPILE_TIMEOUT * config.compile, writing)
+    longest = max(600, config.hang_timeout) + 300 + max(COMPILE_TIMEOUT if config.compile else 0.0, writing)
     # in a sharded run rank 0 initialises all weights, while the others wait for it
     drawing = weights / WEIGHTS_PER_SECOND if sharded else 0.0
     return timedelta(seconds=longest), timedelta(seconds=drawing)

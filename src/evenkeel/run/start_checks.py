@@ -34,9 +34,9 @@ def refuse_unmirrored(config: Config) -> None:
 
 def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[str, SizedDataset]) -> Iterator[str]:
     """Each in a line; "" for those that do not apply."""
-    if (idle := world.world_size - plan.max_world_size) > 0:
+    if (idle := world.world_size - plan.micro_batches_per_step) > 0:
         smaller = "a smaller --micro-batch or " * (plan.micro_batch > 1)
-        parts = f"{plan.max_world_size} micro-batch{'es' * (plan.max_world_size > 1)}"
+        parts = f"{plan.micro_batches_per_step} micro-batch{'es' * (plan.micro_batches_per_step > 1)}"
         yield (
             f"{idle} of {world.world_size} ranks {'have' if idle > 1 else 'has'} nothing to do: all share --batch-size "
             f"{config.batch_size}, which makes only {parts}; {smaller}a larger --batch-size uses more ranks"

@@ -39,12 +39,12 @@ class Balance:
 
     Args:
         config: its --shares.
-        plan: a step has `plan.max_world_size` micro-batches.
+        plan: a step has `plan.micro_batches_per_step` micro-batches.
         world: the ranks.
     """
 
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
-        self._count, self._world = plan.max_world_size, world
+        self._count, self._world = plan.micro_batches_per_step, world
         self._auto = config.shares == "auto" and 1 < world.world_size < self._count
         self._sums = self._nothing()
         self._votes = 0
@@ -101,7 +101,7 @@ class Balance:
 
 def first_counts(config: Config, plan: Plan, world_size: int) -> tuple[int, ...]:
     """Micro-batches of a full step, by rank, at first: as typed, if that is for this number of ranks; else equal."""
-    count, numbers = plan.max_world_size, shares_of(config)
+    count, numbers = plan.micro_batches_per_step, shares_of(config)
     if numbers and len(numbers) == world_size <= count:
         return apportioned(count, [1 / number for number in numbers])
     return tuple(map(len, shares(count, world_size)))

@@ -92,11 +92,13 @@ class DistributedLoss:
         balance: Balance | None = None,
     ) -> None:
         config = config or Config()
-        self._synced, dp = peers_of(state.model), config.strategy == "dp"
+        dp = config.strategy == "dp"
+        self._synced = peers_of(state.model)
         if network and (self._synced or dp or state.sharding):
             raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
         self.state, self.world, self.plan, self.seed = state, world, plan, config.seed
-        self._balance, self._unused = balance, unused
+        self._balance = balance
+        self._unused = unused
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
@@ -128,7 +130,8 @@ class DistributedLoss:
         rank has the gradient of the global batch in ``.grad``.
         """
         self.state.clear_gradients()
-        self._loss.step, self._complete = step.number, False
+        self._complete = False
+        self._loss.step = step.number
         self._side_effects.record()
         self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
         counts = self._balance.counts if self._balance else ()

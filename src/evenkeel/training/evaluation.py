@@ -113,7 +113,7 @@ class Evaluation:
         """Give this rank the first micro-batch, as if each micro-batch had its own rank; yields its size."""
         sampler = self.sampler
         place = sampler.rank, sampler.num_replicas
-        sampler.rank, sampler.num_replicas = 0, sampler.plan.max_world_size
+        sampler.rank, sampler.num_replicas = 0, sampler.plan.micro_batches_per_step
         try:
             yield sampler.micro_batches(0)[0].size
         finally:
@@ -168,7 +168,8 @@ class Evaluation:
 
         This is not a generator, which would turn a StopIteration in a task into another error.
         """
-        passes, refused = self.sampler.micro_batches(0), "" if self.task.collectives else "the evaluation"
+        refused = "" if self.task.collectives else "the evaluation"
+        passes = self.sampler.micro_batches(0)
         counted = len(self.sampler.plan.micro_batches(0, self.sampler.rank, self.sampler.num_replicas))
         with evaluating(self.model):
             for number, (micro_batch, batch) in enumerate(zip(passes, self.batches, strict=True)):

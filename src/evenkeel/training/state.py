@@ -279,18 +279,16 @@ class State:
 
     def _optional_parts(self) -> dict[str, Any]:
         """The parts of the state that not every run has."""
-        parts: dict[str, Any] = {"scaler": self.scaler.state_dict()} if self.scaler else {}
-        if self.average:
-            parts["ema"] = self.average.state_dict()
-        if self.stopping.patience:
-            parts["stopping"] = self.stopping.state_dict()
-        if self.schedulers:
-            parts["schedulers"] = self.schedulers.state_dict()
-        if self.task_state and self.task_state.now is not None:
-            parts["task"] = self.task_state.now
-        if self.refresh:
-            parts["refresh"] = self.refresh.state_dict()
-        return parts
+        parts: dict[str, Scaler | Average | Stopping | Schedulers | Refresh | None] = {
+            "scaler": self.scaler,
+            "ema": self.average,
+            "stopping": self.stopping if self.stopping.patience else None,
+            "schedulers": self.schedulers,
+            "refresh": self.refresh,
+        }
+        present = {name: part.state_dict() for name, part in parts.items() if part}
+        of_task = self.task_state.now if self.task_state else None
+        return present if of_task is None else {**present, "task": of_task}
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of the committed state by name, to be read between two commits.
