@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2438,
     "resilience": 1686,
     "training": 6616,
-    "run": 6792,
+    "run": 6811,
     "tasks": 2286,
     "mirror": 565,
     "launch": 3004,

@@ -1,14 +1,30 @@
 """Bad input is one line and one attempt, under torchrun and on two nodes as well."""
 
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, Done, checked, finish, free_port, run, start, torchrun
+from evenkeel.common.files import write_json
+from tests.support.processes import (
+    TRAIN,
+    Done,
+    checked,
+    finish,
+    finish_all,
+    fork,
+    free_port,
+    rank_variables,
+    read,
+    run,
+    start,
+    torchrun,
+)
 from tests.support.refusals import NONSENSE, REFUSER
+from tests.support.small_runs import interrupt, job
 from tests.tasks.test_command_line import once
 
 
@@ -28,6 +44,31 @@ def test_a_real_refusal_under_torchrun(tmp_path: Path, command: str, expected: i
     done = run(argv, cwd=tmp_path, expect=expected)
     assert (done.stdout, own_lines(done)) == ("", NONSENSE)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_run_on_each_of_two_nodes_is_not_continued_as_one(tmp_path: Path) -> None:
+    """Each with a disk of its own, on which somebody has trained alone. The control: a run that has trained nothing."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        interrupt(0, folder, job(folder), 1, signal.SIGTERM)
+    refused = "another run there than rank 0's; move one of them away, name another folder, or start over with --fresh"
+    assert refused in on_two_nodes(folders, 2).stderr
+    shutil.rmtree(folders[1] / "checkpoints")
+    (folders[1] / "metrics.jsonl").unlink()
+    write_json(folders[1] / "status.json", read(folders[1], "status.json") | {"state": "failed", "step": 0})
+    assert "finished in" in on_two_nodes(folders, 0).stdout
+
+
+def on_two_nodes(folders: list[Path], code: int) -> Done:
+    """Rank 0 of two ranks with a disk of their own, which must both end with this code."""
+    return finish_all(
+        [
+            fork(TRAIN, *job(folder), env=variables | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+            for folder, variables in zip(folders, rank_variables(2), strict=True)
+        ],
+        code,
+    )[0]
 
 
 def own_lines(done: Done) -> str:

@@ -44,7 +44,7 @@ from .checkpoint import Checkpoints, Provenance
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint_of_run
-from .identity import Identity, prepare_folder
+from .identity import Identity, of_one_run, prepare_folder
 from .records import is_run, is_untrained, read_facts, recorded_options
 from .resume import compare_bits
 from .run_directory import RunDirectory, RunState, adopt, claim, is_restart, launch_token
@@ -207,10 +207,10 @@ class Attempt:
             status = recorded_options(self.path, untrained) | facts
             untrained |= not is_run(self.path)
         tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
-        present = [each for each in statuses if each]
-        begun = [each for each in present if is_restart(each, tokens)]
-        may_start_over = self.config.fresh or (bool(present) and all(nothing))
-        return Records(tokens, may_start_over, may_start_over and not begun, begun if may_start_over else present)
+        begun = [each for each in statuses if is_restart(each, tokens)]
+        may_start_over = self.config.fresh or (any(statuses) and all(nothing))
+        present = begun if may_start_over else of_one_run(self.path, statuses, nothing)
+        return Records(tokens, may_start_over, may_start_over and not begun, present)
 
     def _refuse_other_options(self) -> None:
         """So far each node has checked only its own copy of the run, and its own command line."""
