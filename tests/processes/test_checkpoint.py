@@ -69,3 +69,15 @@ def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tm
         trained(2, [*options, "--max-steps", 4])
         assert read(run_dir)["step"] == 4
         assert records(run_dir, "start")[-1]["step"] == 2
+
+
+def test_why_a_start_failed_is_recorded(tmp_path: Path) -> None:
+    """It says "running" since `Attempt.begin`, and without a reason the next starts would blame the memory."""
+    run_dir = tmp_path / "run"
+    options = ["--run-dir", run_dir, "--wandb", "disabled", "--max-steps", 2]
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "logs" / "attempt-0001").touch()
+    (ended,) = failed(0, options)
+    status = read(run_dir, "status.json")
+    assert (status["state"], f"evenkeel: {status['reason']}\n") == ("failed", ended.stderr)
+    assert "cannot be written on" in ended.stderr

@@ -157,7 +157,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(checkpoints: Che
     """Its step would be taken for the newest by its name, and for an old one by what is in it."""
     checkpoints.save(state(1), {})
     shutil.copytree(checkpoints.folder / "step-00000001", checkpoints.folder / "step-00000009")
-    assert checkpoints.load_newest(9) is None
+    assert checkpoints.load_newest(step=9) is None
     assert same(checkpoints.load_newest(), state(1))
     assert steps(checkpoints) == [1]
     assert len(list(checkpoints.folder.glob("damaged-step-00000009-*"))) == 1

@@ -4,7 +4,7 @@ A frozen rank (a stopped process, a file system that does not answer, a deadlock
 next collective until its time-out, and then the cause is unknown. So each rank reports to the others once a second,
 through torchrun's store, what it is doing. A rank that has made no progress for too long raises an alarm. Every rank
 that still runs saves the committed state, as after a signal, and finds out which rank is where (`diagnosis`). Then
-torchrun or the keepers restart the job.
+torchrun or the keepers restart the job. The beats also carry rank 0's news of checkpoints to other nodes.
 """
 
 from __future__ import annotations

@@ -197,6 +197,7 @@ class KeeperMemory:
 
     def hand_over(self) -> None:
         """Give the trainer its memory to write to, and its predecessor's state; called in the trainer."""
+        # older states, which children of the keeper still write: not needed here
         being_written = {it.descriptor for it, _ in self._writers.values() if isinstance(it, MemoryCheckpoint)}
         for descriptor in being_written - {self._checkpoint and self._checkpoint.descriptor}:
             os.close(descriptor)
@@ -211,14 +212,14 @@ class KeeperMemory:
 
         keeper_link.before_exit(save_orphaned)
 
-    def take(self, facts: str) -> None:
+    def take(self, facts_json: str) -> None:
         """Take over what the trainer has stored, after its end, and start to write it.
 
-        `facts`: those it sent last; "": the state is not complete, or there is none.
+        `facts_json`: the facts it sent last; "": the state is not complete, or there is none.
         """
-        if facts:
+        if facts_json:
             self.discard()
-            self._checkpoint = MemoryCheckpoint(self._trainer_descriptor, json.loads(facts))
+            self._checkpoint = MemoryCheckpoint(self._trainer_descriptor, json.loads(facts_json))
             self._write(self._checkpoint, TRIES)
         elif self._trainer_descriptor >= 0:
             os.close(self._trainer_descriptor)
@@ -258,8 +259,7 @@ class KeeperMemory:
     def reap(self) -> list[int]:
         """Collect children that have ended; returns the steps that are still being written.
 
-        Start another one in place of a killed one: the step may have been evaluated, and without a checkpoint it cannot
-        be kept as the best.
+        Starts another one in place of a killed one, so that the evaluation of that step is not lost with it.
         """
         for pid, (checkpoint, tries) in list(self._writers.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -270,11 +270,7 @@ class KeeperMemory:
                 self._write(checkpoint, tries)
                 continue
             if status:
-                why = f"the process that wrote step {checkpoint.step} failed, see the traceback"
-                if os.WIFSIGNALED(status):
-                    last = f"the last of them by signal {os.WTERMSIG(status)}"
-                    why = f"{TRIES} processes that wrote step {checkpoint.step} were killed, {last}"
-                say(f"evenkeel: NOT SAVED: {why}", to_stderr=True)
+                _report_lost(checkpoint.step, status)
             self._close_unused(checkpoint)
         return sorted({checkpoint.step for checkpoint, _ in self._writers.values()})
 
@@ -283,3 +279,11 @@ class KeeperMemory:
         for pid in self._writers:
             os.kill(pid, signal.SIGKILL)
         self._writers = {}
+
+
+def _report_lost(step: int, status: int) -> None:
+    """Report a step that could not be written, by the status of the last child that tried."""
+    why = f"the process that wrote step {step} failed, see the traceback"
+    if os.WIFSIGNALED(status):
+        why = f"{TRIES} processes that wrote step {step} were killed, the last of them by signal {os.WTERMSIG(status)}"
+    say(f"evenkeel: NOT SAVED: {why}", to_stderr=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +34,7 @@ from ..config.options import ALIKE
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
 from ..distributed.devices import describe, explain_uneven
+from ..distributed.exits import reason_of
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
 from ..resilience.interruption import REGROUPING
@@ -57,16 +58,21 @@ T = TypeVar("T")
 
 
 class Records(NamedTuple):
-    """The launch tokens of all ranks, and what each node knows of the run so far.
+    """The launch tokens of all ranks, and what the nodes have recorded of the run.
 
-    A run that is there starts over with --fresh, or if it is untrained (`is_untrained`) on all nodes; but not in a
-    restart (`is_restart`) of the launch that has begun it, so that --fresh counts once.
+                                                     may_start_over  starts_over  statuses (status.json of nodes)
+        a new run                                    no              no           none
+        one that goes on                             no              no           of each node that has it
+        --fresh, or untrained on all nodes           yes             yes          none
+        the same, restarted by the same launch       yes             no           of each node where it has begun it
+
+    So --fresh counts once for a launch (`is_restart`). Untrained: see `is_untrained`.
     """
 
     tokens: Sequence[str]
-    may_start_over: bool  # --fresh, or the run is untrained: a folder that this launch has not begun starts over
-    starts_over: bool  # and no node has one that it has begun
-    statuses: Sequence[dict[str, Any]]  # status.json of each node that has the run; none if it is new or starts over
+    may_start_over: bool
+    starts_over: bool
+    statuses: Sequence[dict[str, Any]]
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -75,7 +81,7 @@ class Records(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """What only rank 0 has in an attempt that has begun."""
+    """What only rank 0 has in an attempt that has begun; `directory` is its `Attempt._directory`."""
 
     directory: RunDirectory
     tracker: tracking.Tracker
@@ -158,6 +164,17 @@ class Attempt:
                 mine.update(state, reason=reason, **crash_loop.CLEARED)
         self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
 
+    @contextlib.contextmanager
+    def failure_recorded(self) -> Iterator[None]:
+        """A context that records an error once the start is recorded; `Ending` does so when there is a state."""
+        try:
+            yield
+        except BaseException as error:
+            if (mine := self._directory) and mine.recorded:
+                with contextlib.suppress(OSError):
+                    mine.update("failed", reason=reason_of(error))
+            raise
+
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]]) -> bool:
         """Record the start of an attempt on every rank; True if the run is finished already.
 
@@ -169,13 +186,13 @@ class Attempt:
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
         before = self._gather_records()
-        # once on each node; its other ranks wait in the next collective
+        # once on each node, into its own cache; its other ranks wait in the next collective
         if self.compiled and self.world.local_rank == 0:
             self._notices.append(self.compiled.unpack(before.starts_over))
-        # refuse before anything is written. Options first: data and cut depend on them, and bits on the cut
+        # refuse before the run is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare(before.newest)
-        cut_line = self._decide_cut(before, find_micro_batch)
+        cut_line = self._settle_cut(before, find_micro_batch)
         self._refuse_other_bits(before)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(before)
@@ -207,13 +224,13 @@ class Attempt:
             status = recorded_options(self.path, untrained) | facts
             untrained |= not is_run(self.path)
         tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
-        begun = [each for each in statuses if is_restart(each, tokens)]
+        begun_by_this_launch = [each for each in statuses if is_restart(each, tokens)]
         may_start_over = self.config.fresh or (any(statuses) and all(nothing))
-        present = begun if may_start_over else of_one_run(self.path, statuses, nothing)
-        return Records(tokens, may_start_over, may_start_over and not begun, present)
+        goes_on_from = begun_by_this_launch if may_start_over else of_one_run(self.path, statuses, nothing)
+        return Records(tokens, may_start_over, may_start_over and not begun_by_this_launch, goes_on_from)
 
     def _refuse_other_options(self) -> None:
-        """So far each node has checked only its own copy of the run, and its own command line."""
+        """Refuse options that differ between ranks: each node has checked only its own command line and copy."""
         everywhere = self.world.gather((self.options, {name: getattr(self.config, name) for name in sorted(ALIKE)}))
         options, alike = everywhere[0]
         for rank, (typed, here_alike) in enumerate(everywhere):
@@ -303,10 +320,11 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _decide_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
+    def _settle_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
         """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
-        The same on all ranks, whichever node has the run's folder. Returns a line about a cut that was found, else "".
+        The same on all ranks, whichever node has the run's folder. Sets `config`, `plan`, what options and fingerprint
+        say of the cut, and torch's threads. Returns a line about a cut that was found, else "".
         """
         recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_age, default={})
         config, line = self._cutter(recorded), ""

@@ -89,8 +89,8 @@ class Provenance:
     bits_void_from: int | None = None
     """Set by `Resume`."""
     run_id: str = ""
-    """The run's, in status.json; set by `Attempt` once the start is recorded. A writer that finds another one there
-    comes late; empty: it does not look."""
+    """The run's, in status.json; set by `Attempt` once the start is recorded. A process that finds another one there is
+    left of the run before, and writes nothing; empty: it does not look."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Checkpoints:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
         with self.locked(time.monotonic() + WRITER_TIMEOUT) as alone:
-            if alone:  # or ranks that are killed while they save, and start again from memory, fill the disk
+            if alone:  # or ranks that are killed while they save fill the disk: a start from memory does not clean
                 clean_locked(self.folder, LEFT_BEHIND)
             return self._write(state, metrics, "checkpoint")
 
@@ -143,8 +143,9 @@ class Checkpoints:
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
         with self.locked(until):
-            exists = self.newest_step() >= state["step"]
-            if kind == "checkpoint":  # a snapshot of this step has no evaluation
+            if kind == "snapshot":
+                exists = self.newest_step() >= state["step"]
+            else:  # it also replaces a snapshot of its step, which has no evaluation
                 exists = any((m.step, m.kind) == (state["step"], kind) for _, m in self._manifests())
             return None if exists else self._write(state, metrics, kind)
 
@@ -169,7 +170,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def locked(self, until: float) -> Iterator[bool]:
-        """Lock out other writers, but wait for frozen ones only until a moment; yields whether there is no other.
+        """Lock out other writers; yields whether there is no other. Waits as long as another one makes progress, and at
+        least until a moment.
 
         Two at once only cost time and space: each writes under its own name and gives up if the other was faster.
         Raises OSError as :func:`refuse_stale_writer`.
@@ -212,6 +214,9 @@ class Checkpoints:
                 raise
         sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
+        self._delete_old()
+
+    def _delete_old(self) -> None:
         kept = {*self.best_paths(), *(path for path, manifest in self._manifests() if manifest.kept_for_ever)}
         for path in self.all()[: -self.keep]:
             if path not in kept:
@@ -224,7 +229,7 @@ class Checkpoints:
             path.replace(unnamed)
             shutil.rmtree(unnamed)
 
-    def newest_manifest(self, step: int | None = None) -> Manifest | None:
+    def newest_manifest(self, *, step: int | None = None) -> Manifest | None:
         """The newest readable manifest, or that of a step; its files are not checked."""
         return next((manifest for _, manifest in self._manifests() if step in (None, manifest.step)), None)
 
@@ -234,9 +239,9 @@ class Checkpoints:
             with contextlib.suppress(Damaged):
                 yield path, read_manifest(path)
 
-    def load_newest(self, step: int | None = None) -> dict[str, Any] | None:
-        """The newest checkpoint that is complete and undamaged, or that of a step; None if there is none. Those that it
-        finds damaged are reported and set aside."""
+    def load_newest(self, *, step: int | None = None) -> dict[str, Any] | None:
+        """The newest checkpoint that is complete and undamaged, or that of this step; None if there is none. Those that
+        it finds damaged are reported and set aside."""
         clean(self.folder)
         for path in reversed(step_folders(self.folder)):
             if step in (None, step_of(path)):
@@ -282,7 +287,8 @@ def refuse_stale_writer(checkpoints: Checkpoints) -> None:
 
 
 def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
-    """What a process without the run's objects must know to write a state: the manifest, and how to keep it."""
+    """What a keeper's child, which has not the run's objects, must know to write a state: the manifest, and how to keep
+    it. A rank calls this."""
     more = {"folder": str(checkpoints.folder), "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
     return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
 
@@ -329,9 +335,10 @@ def load(path: Path, want: Want = "all") -> dict[str, Any]:
 
 def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: int = 0, ranks: int = 1) -> Manifest:
     """Read every file of a checkpoint and compare its size and sha256 with the manifest; each of several ranks a part.
+    ``advance`` gets the number of bytes of each block that is read.
 
     Raises:
-        Damaged: a file is missing, not readable or different. ``advance`` gets the bytes of each block that is read.
+        Damaged: a file is missing, not readable or different.
     """
     manifest = read_manifest(path)
     for name, written in list(manifest.files.items())[rank::ranks]:
@@ -358,6 +365,7 @@ def read_manifest(path: Path) -> Manifest:
         manifest = manifest_of(content := json.loads(file.read_text()))
         if content["step"] != step_of(path):
             raise ValueError(f"{manifest.kind} of step {content['step']}")
+        # those of the state first, in the order of ranks; if one is missing, the manifest is damaged
         states = {name: manifest.files[name] for name in state_files(manifest.files)}
         return replace(manifest, files=states | manifest.files)
     except OSError as error:

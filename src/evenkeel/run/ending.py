@@ -195,7 +195,8 @@ class Ending:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
         assert self.watch
         diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
-        saved = self._rescue(in_place=keeper_link.has_keeper())  # first: --grace may end this process at any time
+        # first: --grace may end this process at any time. If no restart in place follows, the keeper writes it to disk
+        saved = self._rescue(in_place=keeper_link.has_keeper())
         explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
         if diagnosis.is_within_reach():  # else a frozen rank stays, and this one cannot start in place without it
             keeper_link.send("hang")

@@ -63,8 +63,8 @@ class Resume:
 
         Raises:
             Ended: it does not fit this model.
-            Refusal: on all ranks: there is none, nor the file of --init-from; or, with --strict-bits, as
-                :func:`compare_bits`.
+            Refusal: on all ranks: there is no checkpoint, and the file of --init-from is missing; or, with
+                --strict-bits, as :func:`compare_bits`.
         """
         if state.sharding:
             from .sharded_resume import newest_rows  # imports FSDP2
@@ -73,7 +73,7 @@ class Resume:
             manifest, saved = newest_rows(self._world, state.sharding, saver, self._config.replicate > 0)
         else:
             manifest, saved = self._newest()
-        self._record_bits(manifest)
+        self._settle_bits(manifest)
         if manifest:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
@@ -117,8 +117,9 @@ class Resume:
             with folder_locked(folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
                 pass
 
-    def _record_bits(self, manifest: Manifest | None) -> None:
-        """Set what later manifests say: rank 0's fingerprint, and the step from which bits may differ."""
+    def _settle_bits(self, manifest: Manifest | None) -> None:
+        """Compare the bits as :func:`compare_bits`, and set what later manifests say: rank 0's fingerprint, and from
+        which step they may differ."""
         present = self._world.gather(self._provenance.fingerprint)
         self._other_bits = compare_bits(present, manifest, self._config.strict_bits)
         step, void_from = (manifest.step, manifest.bits_void_from) if manifest else (0, None)
@@ -129,8 +130,8 @@ class Resume:
     def _from_disk(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
         """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
         # no older one: a damaged one is set aside, and then another node may hold the next best
-        saved = self._checkpoints.load_newest(newest) if self._world.rank == holder else None
-        manifest = self._world.broadcast(self._checkpoints.newest_manifest(newest) if saved else None, holder)
+        saved = self._checkpoints.load_newest(step=newest) if self._world.rank == holder else None
+        manifest = self._world.broadcast(self._checkpoints.newest_manifest(step=newest) if saved else None, holder)
         return manifest, self._world.broadcast_tensors(saved, holder) if manifest else {}
 
     def _from_memory(self, in_memory: Sequence[Offer | None]) -> tuple[Manifest | None, dict[str, Any]]:
@@ -169,8 +170,8 @@ class Resume:
         self._report_model(state)
         if keeper_link.has_keeper() and self._config.keeper_memory == "on":
             _report_memory(state)
-        if state.step < (came := directory.status.get("step", 0)):
-            log.warning("the run had reached step %d, but its newest checkpoint is of step %d", came, state.step)
+        if state.step < (reached := directory.status.get("step", 0)):
+            log.warning("the run had reached step %d, but its newest checkpoint is of step %d", reached, state.step)
         if self._other_best:
             log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
         records = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
@@ -217,9 +218,10 @@ def compare_bits(present: Sequence[Mapping[str, str]], manifest: Manifest | None
     and the manifest of the checkpoint that is continued. Raises a Refusal if they might, with --strict-bits."""
     found: Differences = {}
     if manifest:
-        # a manifest from before this fact was recorded: other cuts were refused then, so the cut is the present one
-        cut = {part: value for part, value in present[0].items() if part == MICRO_BATCH and manifest.fingerprint}
-        found = differences(cut | manifest.fingerprint, present[0])
+        before = manifest.fingerprint
+        if before and MICRO_BATCH in present[0]:  # an old manifest lacks the cut; it was the present one
+            before = {MICRO_BATCH: present[0][MICRO_BATCH]} | before
+        found = differences(before, present[0])
     found |= rank_differences(present)
     if found and strict:
         raise Refusal(

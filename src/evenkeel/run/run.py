@@ -137,11 +137,12 @@ class Run:
             interruption.rescue_with(attempt.stopped)  # until there is a state to save
 
             with closing(attempt), world.connected(*_timeouts(config, world.world_size, state)) as store:
-                finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
-                num_workers = 0 if finished or state.refresh else config.num_workers
-                started = start_workers(sets[TRAINING], config.seed, num_workers, world.device)
-                run = cls(attempt, task, state, started, finished)
-                shard(state, task, world, config)
+                with attempt.failure_recorded():
+                    finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
+                    num_workers = 0 if finished or state.refresh else config.num_workers
+                    started = start_workers(sets[TRAINING], config.seed, num_workers, world.device)
+                    run = cls(attempt, task, state, started, finished)
+                    shard(state, task, world, config)
                 if finished:
                     interruption.rescue_with(lambda _signal: None)
                     yield run

@@ -50,9 +50,9 @@ def launch_token() -> str:
         return known_as
     if "TORCHELASTIC_RUN_ID" not in os.environ and not keeper_link.has_keeper():
         return ""
-    agent = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
-    known = stat(agent)  # without /proc the pid must do
-    return f"{socket.gethostname()}:{agent}:{known.started if known else '?'}"
+    restarter = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
+    known = stat(restarter)  # without /proc the pid must do
+    return f"{socket.gethostname()}:{restarter}:{known.started if known else '?'}"
 
 
 def is_restart(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
@@ -98,11 +98,13 @@ class RunDirectory:
         self._lock.close()
 
     def start_over(self, tokens: Sequence[str]) -> Path | None:
-        """Move the run in the folder aside and return its new path; do nothing if a restart of this launch made it.
-        One that has trained nothing stays, and its logs go on.
+        """Move the run in the folder aside. One that has trained nothing stays, and its logs go on.
 
         Args:
             tokens: the `launch_token` of every rank. torchrun's own restart count stays 0 when a node joins.
+
+        Returns:
+            Where that run is then; None if there is none, or if this launch has begun it and only restarts.
 
         Raises:
             Ended: it cannot be moved.
@@ -195,11 +197,12 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
     """
     mine, _ = read_facts(path / "status.json")
     with (path / ".lock").open("ab") as file:
+        # rank 0's own: known by its lock, although a cache is stale, and by its status, although nodes share no locks
         if not lock(file) or mine == {name: fact for name, fact in status.items() if fact is not None}:
-            return None  # by the lock also if a cache is stale, by the status also without locks between nodes
+            return None
     aside = move_aside(path) if fresh and not is_restart(mine, status["launch"]) and is_run(path) else None
     _write_config(path, options)
-    # it will not learn of steps that finish, so if rank 0's node is lost, what was counted before says nothing here
+    # only rank 0 learns of finished steps, so the count would soon be wrong here
     write_json(path / "status.json", {**status, **crash_loop.CLEARED})
     return aside
 
@@ -215,7 +218,8 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
 
 def _lock(path: Path, timeout: float) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
-    file, silent = (path / ".lock").open("ab"), min(1.0, timeout)  # a dying predecessor needs less
+    file = (path / ".lock").open("ab")
+    silent = min(1.0, timeout)  # seconds before it says that it waits; a dying predecessor needs less
     if lock(file, time.monotonic() + silent):
         return file
     holder, _ = read_facts(path / "status.json")

@@ -104,6 +104,7 @@ class Saver:
         return time.perf_counter() - begun
 
     def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
+        # first, so that the keeper has the state if this process is killed in the middle of the write
         in_memory = self._store_in_memory(captured, metrics, "checkpoint")
         self.checkpoints.save(captured, metrics)
         if in_memory:
@@ -116,7 +117,7 @@ class Saver:
         Raises:
             OSError: it cannot be written.
         """
-        self._staging.take()  # a rescue would write the same memory
+        self._staging.take()  # so that a rescue waits for this save, and does not write the same step
         try:
             self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
         finally:
@@ -154,7 +155,7 @@ class Saver:
             if in_place and taken and new and self._store_in_memory(captured, {}, "snapshot"):
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is stored in memory"
-            # wait after the capture, because small steps go on meanwhile
+            # not before the capture: steps that finish meanwhile would be lost
             time.sleep(min(RANK_DELAY * local_rank, grace / 8))
             path = self.checkpoints.save_if_new(captured, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
