@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .cli.check.command import CheckCommand, as_table
 from .cli.check.rows import FAILED
+from .common.errors import Refusal
 
 __all__ = ["check"]
 
@@ -32,7 +33,11 @@ def check(task: str = "", options: Sequence[str] = (), script: str | Path = "tra
         AssertionError: some promise does not hold; the text is the table of what failed, with the remedies.
         Refusal: the task or an option cannot be meant.
     """
-    rows = CheckCommand(task=task, script=Path(script)).rows(options)
+    __tracebackhide__ = True  # pytest shows the test and the message
+    try:
+        rows = CheckCommand(task=task, script=Path(script)).rows(options)
+    except Refusal as refusal:
+        raise Refusal(str(refusal)) from None
     failed = [row for row in rows if row.result == FAILED]
     if failed:
         raise AssertionError(f"{task or 'the task'}: {len(failed)} of {len(rows)} checks failed\n{as_table(failed)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, TRAIN, environment, kill_group, read, run_forked
+from tests.support.processes import ROOT, TRAIN, checked, environment, finish, kill_group, read, run_forked, start
 from tests.support.small_runs import SUPPORT, job, told_step, wait_for_step, weights_of
 
 SHAPE = "epochs=3, batch_size=12, micro_batch=3, log_every=1, wandb='disabled'"
@@ -117,7 +117,10 @@ def test_ctrl_c_leaves_python_alive_and_the_last_step_saved(notebook: Notebook, 
 REFUSED = {
     "evenkeel.fit('regress', epoch=3)": "Unrecognized options: --epoch=3; did you mean --epochs?",
     "evenkeel.fit('regress', learning_rate=3)": "--learning-rate: here it is --lr",
-    "evenkeel.fit(Mine(), lr=1)": "fit(Mine): give a task's name or class",
+    "evenkeel.fit(Mine(), lr=1)": "fit(Mine(...)): give a task's name or class",
+    "evenkeel.fit(Mine, ([1], [2]))": "fit(Mine, ...): give one task; its train_dataset() returns the data, and",
+    "import torch; evenkeel.fit(Mine, data=(torch.ones(2), 1))": "fit(Mine, ...): give one task; its train_dataset()",
+    "evenkeel.fit(Mine, processes='2')": "fit(processes='2'): must be a whole number from 1 on",
     "evenkeel.fit(Mine, processes=2)": "fit(processes=2): other processes cannot import Mine",
     "evenkeel.fit('regress', eval_only=True)": "fit(eval_only=True): fit trains",
     "evenkeel.fit('regress', script='other.py')": "fit(script='other.py'): No such file",
@@ -132,3 +135,5 @@ def test_what_is_refused_in_a_line(notebook: Notebook, tmp_path: Path) -> None:
         assert told[-1].startswith("evenkeel.common.errors.Refusal: "), told
         assert line in told[-1]
     assert not (tmp_path / "runs").exists()
+    program = [sys.executable, "-c", "import evenkeel; evenkeel.fit('regress', lr='high')"]
+    assert checked(finish(start(program, cwd=tmp_path)), 2).stderr.startswith("evenkeel: --lr high: must be a")

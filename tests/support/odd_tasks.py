@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from recording_task import Recorded
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import Subset, TensorDataset, random_split
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from evenkeel.training.task import Task
 
@@ -66,6 +66,16 @@ def odd(name: str, base: type[Usual] = Usual, **different: Any) -> type[Usual]:
 # what loss() returns
 ItemLoss = odd("ItemLoss", loss=lambda task, model, batch: task.entropy(model, batch).item(), metrics=Task.metrics)
 DictLoss = odd("DictLoss", loss=lambda task, model, batch: {"loss": task.entropy(model, batch)})
+# without torch's own error, which this flag avoids, its gradient would count twice
+CallsBackward = odd(
+    "CallsBackward",
+    loss=lambda task, model, batch: (loss := task.entropy(model, batch)).backward(retain_graph=True) or loss,
+)
+KeepsGraph = odd(
+    "KeepsGraph",
+    loss=lambda task, model, batch: vars(task).update(last=task.entropy(model, batch) + task.last) or task.last,
+    last=0.0,
+)
 ComplexLoss = odd("ComplexLoss", loss=lambda task, model, batch: task.entropy(model, batch) * (1 + 1j))
 VectorPart = odd("VectorPart", loss=lambda task, model, batch: (task.entropy(model, batch), {"kl": batch[0]}))
 OtherParts = odd(  # the last micro-batch, of one sample, has a part more
@@ -297,6 +307,7 @@ Exits = odd(  # the process, at a sample that no start looks at
 )
 NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda: -1))
 NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())
+NoItems = odd("NoItems", train_dataset=lambda task: type("NoItems", (Dataset,), {"__len__": lambda _: 13})())
 ExhaustedSamples = odd("ExhaustedSamples", train_dataset=lambda task: OfLength(lambda: 13, lambda _: next(iter(()))))
 NoneInside = odd("NoneInside", sample=lambda task, index: (torch.zeros(3), None))
 ManySizes = odd("ManySizes", sample=lambda task, index: (np.zeros((3, 4 + index % 2)), 0))

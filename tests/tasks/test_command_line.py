@@ -22,6 +22,7 @@ from evenkeel.__main__ import subcommands
 from evenkeel.common import arguments
 from evenkeel.common.arguments import flag
 from evenkeel.common.errors import Ended, EndedByData, EndedHere, Refusal, Uncollated
+from evenkeel.common.naming import listed
 from evenkeel.common.processes import can_lose_a_node
 from evenkeel.config import GROUPS, Config, saved_options
 from evenkeel.distributed.exits import exit_code, forget_error, is_mistake
@@ -683,6 +684,8 @@ def test_exit_codes_of_a_main_program(capsys: pytest.CaptureFixture[str], monkey
     assert 'in <lambda>\n    assert exit_code(lambda: int("x")) == 1' in "\n".join(trace)
     assert last == (error := "ValueError: invalid literal for int() with base 10: 'x'")
     assert line.startswith(f"evenkeel: rank 0 failed: {error} at {__file__}:")
+    assert exit_code(lambda: listed(3)) == 1  # type: ignore[arg-type]
+    assert re.search(r"/naming\.py:\d+, in Evenkeel's own code: unless your .* report it", capsys.readouterr().err)
 
 
 BROKE = "the connection to another rank broke: it has died or is out of reach (gloo: "

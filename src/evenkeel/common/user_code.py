@@ -21,7 +21,6 @@ HINTS = {
     r"target dtype to be Long|scalar type Long but": "class labels must be integers: call .long() in the data set",
     r"same dtype, but got Double|Double but found Float|Float but found Double"
     r"|Input type \((double|long|unsigned|[^)]*(Double|Long|Byte)Tensor)": "call .float() in the data set",
-    r"backward through the graph a second time": "leave out backward() in loss(), and detach what you keep of a step",
     r"shapes cannot be multiplied": "the second number is what the layer gets, the third what it was made for",
     r"before Module.__init__\(\) call": "begin __init__ with super().__init__()",
     r"does not require grad and does not have a grad_fn": "leave out backward(): the training loop calls it",

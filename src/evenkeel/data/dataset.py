@@ -198,12 +198,12 @@ def length(dataset: Any, method: str) -> int:
         Refusal: it is not a map-style data set, or its length is not a valid number. The message names the task's
             method that returned it.
     """
-    lacks = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
+    none = (None,) if hasattr(type(dataset), "__getitems__") else (None, Dataset.__getitem__)  # torch's only raises
+    lacks = [name for name in ("__len__", "__getitem__") if getattr(type(dataset), name, None) in none]
     if isinstance(dataset, IterableDataset) or lacks:
         why = f"has no {' and no '.join(lacks)}" if lacks else "is an IterableDataset"
-        stream = "a list, such as list(itertools.islice(stream, 1000))"
-        if method == "train_dataset":
-            stream = "`Streams` (docs/streams.md)"
+        train = method == "train_dataset"
+        stream = "`Streams` (docs/streams.md)" if train else "a list, such as list(itertools.islice(stream, 1000))"
         if isinstance(dataset, DataLoader):
             more = "return its data set; --batch-size and --num-workers do the rest"
             raise Refusal(f"{method}() returned a DataLoader: {more}")

@@ -75,7 +75,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return REFUSED
     except Exception as error:
         # printed here, so that `leave` can follow: shutting down the interpreter delays a restart by a second
-        line, again = reason_of(error).rstrip(".: ") + place_in(_frames(error)), False
+        line, again = reason_of(error).rstrip(".: ") + _place(error), False
         if keeper_link.has_keeper() and is_loss_of_a_rank(error):
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         else:
@@ -87,6 +87,15 @@ def exit_code(main: Callable[[], int | None]) -> int:
                 say(f"evenkeel: rank {rank} failed: {line}{AGAIN * again}", to_stderr=True)
         _shorten_report(line, with_traceback=True)
         return _failed(again)
+
+
+def _place(error: Exception) -> str:
+    """Where an error comes from, and what to do if that is the engine's code."""
+    last = _frames(error)[-1]
+    if owner(last.filename) != "engine" or hint(error) or not is_mistake(error):
+        return place_in(_frames(error))
+    here = f" at {last.filename}:{last.lineno}, in Evenkeel's own code"
+    return f"{here}: unless your task explains it, this is a bug; report it with this output"
 
 
 def _print_traceback(error: Exception) -> None:

@@ -7,18 +7,21 @@ import os
 import runpy
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from ..common import display
-from ..common.errors import REFUSED, Ended, Refusal
+from ..common.errors import FAILED, REFUSED, Ended, Refusal
 from ..common.keyboard import CtrlC
 from ..common.network import Link
 from ..common.phases import activity
@@ -42,8 +45,32 @@ BUILT_IN_FROM = load_task.__module__.rpartition(".")[0]
 """The package of the built-in tasks, which has another name in a renamed copy."""
 
 
+DATA = "its train_dataset() returns the data, and options follow by name, such as epochs=5"
+
+
+@contextmanager
+def _in_a_line() -> Iterator[None]:
+    """A user's error that nobody catches ends a program as it ends train.py: a line and an exit code, no traceback."""
+    try:
+        yield
+    except (Refusal, Ended) as error:
+        usual, mine = sys.excepthook, error
+
+        def told(kind: type[BaseException], other: BaseException, trace: TracebackType | None) -> None:
+            if other is not mine:
+                usual(kind, other, trace)
+            else:
+                display.say(f"evenkeel: {mine}", to_stderr=True)
+                raise SystemExit(REFUSED if isinstance(mine, Refusal) else FAILED)
+
+        if not hasattr(sys, "ps1"):  # it is no interactive Python, which would end
+            sys.excepthook = told
+        raise
+
+
+@_in_a_line()
 def fit(
-    task: str | type[Task], *, processes: int = 1, script: str | Path = "train.py", **options: Any
+    task: str | type[Task], *more: Any, processes: int = 1, script: str | Path = "train.py", **options: Any
 ) -> tuple[dict[str, float], nn.Module]:
     """Train as train.py does, to the end of the run: the same folder, the same bits; the same call continues.
 
@@ -64,11 +91,16 @@ def fit(
         The metrics of the last evaluation, by full names, and the trained model, on the CPU in evaluation mode.
 
     Raises:
-        Refusal: an option or the task cannot be meant.
+        Refusal: an option or the task cannot be meant. A program that does not catch it ends with its line and code 2.
         Ended: the run cannot go on.
     """
     if "RANK" in os.environ:
         raise Refusal("fit: torchrun has started this process; start train.py by torchrun, or this program without it")
+    values = [part for value in options.values() for part in (value if isinstance(value, (list, tuple)) else [value])]
+    if more or any(getattr(value, "shape", ()) or isinstance(value, Dataset) for value in values):
+        raise Refusal(f"fit({_shown(task)}, ...): give one task; {DATA}")
+    if not isinstance(processes, int) or processes < 1:
+        raise Refusal(f"fit(processes={processes!r}): must be a whole number from 1 on")
     name = task if isinstance(task, str) else _name_of(task)
     if not name and processes != 1:
         raise Refusal(
@@ -173,8 +205,7 @@ def _loop(script: Path) -> Path:
 def _name_of(task: Any) -> str:
     """The class as --task; "" if no other process could import it."""
     if not (isinstance(task, type) and issubclass(task, Task)):
-        what = f"fit({_shown(task)}): give a task's name or class"
-        raise Refusal(f"{what}, whose train_dataset() returns the data; its options follow by name, e.g. lr=0.01")
+        raise Refusal(f"fit({_shown(task)}): give a task's name or class; {DATA}")
     module, _, last = task.__module__.rpartition(".")
     if BUILT_IN.get(last) == task.__name__ and module == BUILT_IN_FROM:
         return last
@@ -186,4 +217,4 @@ def _name_of(task: Any) -> str:
 
 
 def _shown(task: Any) -> str:
-    return str(getattr(task, "__name__", type(task).__name__))
+    return task if isinstance(task, str) else str(getattr(task, "__name__", f"{type(task).__name__}(...)"))

@@ -261,6 +261,8 @@ KNOWN = {
     INPLACE: "--checkpoint-activations: the input of a block is changed in place, in the block or after it "
     "(ReLU(inplace=True), +=); return a new tensor there, or leave that block out in the task's blocks(model)",
     "SparseTensorImpl": f"a gradient is sparse, and {DENSE}",  # in DDP's buckets
+    "backward through the graph a second time": "the loss depends on what an earlier backward pass has freed: detach "
+    "what is used in more than one step or micro-batch (self.last = loss.detach())",
 }
 """What long errors of DDP, BatchNorm, dynamo or torch.utils.checkpoint contain -> a line."""
 
@@ -325,9 +327,10 @@ def check_metrics(metrics: Any, samples: int, known: Mapping[str, Sequence[Tenso
     """
     for name, values in _by_name(metrics, "metrics() returned", "tensors").items():
         if not isinstance(values, Tensor) or values.shape[:1] != (samples,):
+            how = "leave out .item() or float()" if isinstance(values, Real) else "such as outputs.argmax(1) == labels"
             raise EndedHere(
-                f"metrics() returned {_shape_of(values)} as '{name}' for a batch of {samples} samples: it must have a "
-                f"row for each sample, [{samples}, ...]; averaging batch means would over-weight the smaller last batch"
+                f"metrics() returned {_shape_of(values)} as '{name}' for a batch of {samples} samples: it must be a "
+                f"tensor with a row for each sample, [{samples}, ...], or a scalar one, their mean; {how}"
             )
         if values.is_complex():
             raise EndedHere(f"metrics() returned complex numbers as '{name}': return real ones, by .abs() or .real")

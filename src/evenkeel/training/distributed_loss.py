@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..common.errors import Ended
+from ..common.errors import Ended, seen_at
 from ..common.phases import COMPUTING, DATA, REDUCTION, activity
 from ..config import Config
 from ..data.plan import MicroBatch, Plan
@@ -315,7 +315,8 @@ class DistributedLoss:
         except Exception as error:
             self.state.buffers.rewind()
             note_batch(error, self._pass.batch)
-            explain(error, self._network)
+            with seen_at(self._loss.function):
+                explain(error, self._network)
             raise
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..common.errors import seen_at
+from ..common.errors import EndedHere, seen_at
 from ..distributed.collectives import no_collectives, of_divided_weight
 from .checks import checked_losses, same_parts, takes
 from .precision import Precision, autocast
@@ -43,7 +43,7 @@ class Loss(nn.Module):
         super().__init__()
         self.model = network or model
         self._full_model = (model,) if network else ()  # a tuple, so that DDP sees the network's parameters only
-        self._loss, self._precision, self._collectives = loss, precision, collectives
+        self.function, self._precision, self._collectives = loss, precision, collectives
         self._takes_step = takes(loss, "step")
         self.step = 0
         """The number of the step, from 0."""
@@ -68,8 +68,10 @@ class Loss(nn.Module):
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
         with self.computing("loss()") as model:  # here, so that every replica has it
-            returned = self._loss(model, batch, **({"step": self.step} if self._takes_step else {}))
-        with seen_at(self._loss):
+            returned = self.function(model, batch, **({"step": self.step} if self._takes_step else {}))
+        with seen_at(self.function):
+            if not self.parts and any(p.grad is not None for p in self.model.parameters()):
+                raise EndedHere("loss() calls backward(): leave that out, because the training loop calls it")
             loss, parts = checked_losses(returned)
             if hasattr(loss, "to_local"):
                 raise of_divided_weight()

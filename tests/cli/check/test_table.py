@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from evenkeel.cli.check.command import CheckCommand, as_table
-from evenkeel.cli.check.jobs import JobFailed, last_message, together
+from evenkeel.cli.check.command import HALTED, Check, CheckCommand, as_table
+from evenkeel.cli.check.jobs import JobFailed, Jobs, last_message, together
 from evenkeel.cli.check.rows import CHANGED, FAILED, OWN_DICE, PASSED, SUM, UNCHECKED, Row, blame
 from evenkeel.cli.check.verdicts import Left, of_probes
 from evenkeel.common.errors import Refusal
+from evenkeel.distributed.exits import AGAIN
+from evenkeel.testing import check
 from tests.support import bad_tasks
 from tests.support.processes import ROOT
 
@@ -147,17 +149,30 @@ def test_jobs_run_side_by_side_and_a_failure_is_told() -> None:
             seen.append(name)
             yield
         if fails:
-            raise JobFailed("broken")
+            raise JobFailed(f"broken {ord(name)}")
 
     told = [*together({"a": job("a"), "b": job("b", fails=True), "c": job("c")}, 2)]
     assert seen == ["a", "b", "a", "b", "c", "c"]
-    assert told == [("a", None), ("b", None), ("a", ""), ("b", "broken"), ("c", None), ("c", "")]
+    assert told == [("a", None), ("b", None), ("a", ""), ("b", "broken 98"), ("c", None), ("c", "")]
+    checks = Check(Jobs(ROOT, ROOT, []), [])
+    checks.missing = dict.fromkeys(("a", "b", "c"), f"not run: {HALTED}")
+    with pytest.raises(JobFailed):  # two alike: no third is run
+        checks._do({name: job(name, fails=True) for name in checks.missing}, 2)
+    assert checks.missing == {
+        "a": "broken 97",
+        "b": "broken 97",
+        "c": "not run: two jobs have failed with the same error",
+    }
+    rows = [Row(name, "x", FAILED, figure) for name, figure in sorted(checks.missing.items())]
+    assert [row.rpartition(": ")[2] for row in as_table(rows).splitlines()][:2] == ["broken 97", "the same error"]
 
 
 def test_last_message(tmp_path: Path) -> None:
     file = tmp_path / "output"
     file.write_text("evenkeel: the loss is odd\nand so on\n")
     assert last_message(file) == "the loss is odd"
+    file.write_text(f"evenkeel: rank 1 failed: KeyError: 3{AGAIN}\nevenkeel: failed at step 0; nothing to save\n")
+    assert last_message(file) == "KeyError: 3"
     file.write_text("Traceback\nValueError: no\n  then\n")
     assert last_message(file) == "ValueError: no"
 
@@ -174,3 +189,9 @@ def test_last_message(tmp_path: Path) -> None:
 def test_refusals(command: Any, options: list[str], refusal: str) -> None:
     with pytest.raises(Refusal, match=refusal):
         CheckCommand(**{"script": ROOT / "train.py"} | command).rows(options)
+
+
+def test_pytest_shows_no_frame_of_ours() -> None:
+    with pytest.raises(Refusal, match="no such file") as error:
+        check(script="none.py")
+    assert [str(frame.path) for frame in error.traceback.filter(error)] == [__file__]

@@ -20,7 +20,7 @@ from ...common.arguments import is_typed
 from ...common.display import say
 from ...common.errors import Refusal
 from ...config import MaybePath
-from .jobs import Jobs, Waiting, last_message, together
+from .jobs import JobFailed, Jobs, Waiting, alike, last_message, together
 from .rows import FAILED, MEASURED, PASSED, UNCHECKED, Row
 from .verdicts import Left, of_probes
 
@@ -146,7 +146,7 @@ class Check:
         why = why or "--sync-batchnorm ties the cut to the number of ranks" * first["sync_batchnorm"]
         self.missing = dict.fromkeys(todo, f"not run: {why or HALTED}")
         alone = {"ring-2": todo.pop("ring-2")}  # for its times
-        with contextlib.suppress(KeyboardInterrupt):  # the rows that are known are printed
+        with contextlib.suppress(KeyboardInterrupt, JobFailed):  # the rows that are known are printed
             self._do({} if why else todo, 2)
             self._do({} if why else alone, 1)
         breaks = [
@@ -180,7 +180,7 @@ class Check:
         return Row("where", "jobs of 1, 2 and 3 ranks", MEASURED, f"{figure}; batch {probe['batch_size']}, {cut}")
 
     def _do(self, jobs: Mapping[str, Waiting], at_most: int) -> None:
-        """Run jobs in parallel, with a line when one begins, and one if it fails."""
+        """Run jobs in parallel, with a line when one begins or fails; raises JobFailed if two fail alike."""
         for name, why in together(jobs, at_most):
             self.begun += why is None
             kind, _, ranks = name.partition("-")
@@ -188,9 +188,14 @@ class Check:
             text = what.get(name, f"--reduce {kind} on {ranks} rank{'s' * (ranks != '1')}")
             if why is not None:
                 del self.missing[name]
-            self.missing |= {name: why} if why else {}
+            first = next((it for it in self.missing.values() if why and alike(it, why)), why)
+            self.missing |= {name: first} if first else {}
             if why != "":
                 self._say(f"{text}: {why}" if why else f"job {self.begun} of {JOBS}: {text}")
+            if why and first in [it for other, it in self.missing.items() if other != name]:
+                left = [it for it, text in self.missing.items() if text.endswith(HALTED)]
+                self.missing |= dict.fromkeys(left, "not run: two jobs have failed with the same error")
+                raise JobFailed
 
     def _say(self, text: str) -> None:
         say(f"evenkeel: {time.monotonic() - self.began:5.1f} s  {text}", to_stderr=True)
@@ -200,7 +205,9 @@ def as_table(rows: Sequence[Row]) -> str:
     """The rows in columns, with the remedy below each that failed."""
     wide, mid = (max(len(row[column]) for row in rows) for column in (0, 2))
     lines = []
-    for row in rows:
-        lines.append(f"{row.name:<{wide}}  {row.result:<{mid}}  {row.compared}: {row.figure}")
+    for number, row in enumerate(rows):
+        again = row.result == FAILED and row.figure in [it.figure for it in rows[:number]]
+        figure = "the same error" if again else row.figure
+        lines.append(f"{row.name:<{wide}}  {row.result:<{mid}}  {row.compared}: {figure}")
         lines += [f"{'':{wide}}  -> {row.remedy}"] * bool(row.remedy)
     return "\n".join(lines)

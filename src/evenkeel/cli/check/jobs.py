@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ...common.processes import descendants, die_with_parent
+from ...distributed.exits import AGAIN
 
 NOTES, HOLD = "EVENKEEL_CHECK_NOTES", "EVENKEEL_CHECK_HOLD"
 """Environment variables that tell `observed` what to do."""
@@ -87,7 +89,8 @@ class Jobs:
         while process.poll() is None and time.monotonic() < until:
             yield
         if process.returncode is None or (process.returncode and not stopped):
-            raise JobFailed(f"exit code {process.returncode}: {last_message(output)}")
+            late = f"not over after {LIMIT:.0f} s: " * (process.returncode is None)
+            raise JobFailed(late + last_message(output))
 
     def end_all(self) -> None:
         """Kill all remaining processes and their descendants."""
@@ -120,9 +123,15 @@ def together(tasks: Mapping[str, Waiting], at_most: int) -> Iterator[tuple[str, 
         time.sleep(0.02)
 
 
+def alike(*texts: str) -> bool:
+    """Whether messages are the same but for their numbers, such as the size of a micro-batch."""
+    return len({re.sub(r"(?<!:)\b\d+", "0", text) for text in texts}) == 1
+
+
 def last_message(output: Path) -> str:
-    """The last message of a process: a line of ours, else an error, else its last line."""
+    """The last message of a process: a line of ours that says why, else an error, else its last line."""
     said = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    own = [line for line in said if line.startswith("evenkeel: ")]
+    own = [line for line in said if re.match("evenkeel: (?!WARNING|failed at step)", line)]
     errors = [line for line in said if "Error: " in line and not line.startswith("[")]
-    return (own or errors or said or ["nothing"])[-1].removeprefix("evenkeel: ")[:500]
+    last = (own or errors or said or ["it has ended without a message"])[-1]
+    return re.sub("^evenkeel: (the job has failed: )?(rank [0-9]+ failed: )?", "", last).removesuffix(AGAIN)[:500]

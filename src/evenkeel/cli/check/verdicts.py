@@ -142,10 +142,10 @@ class Left:
 
     def _absent(self, row: Row, *jobs: str) -> Row | None:
         """The row if one of the jobs it needs has failed or was not run."""
-        for job in jobs:
-            if why := self.missing.get(job):
-                result = UNCHECKED if why.startswith("not run: ") else FAILED
-                return row._replace(result=result, figure=why.removeprefix("not run: "))
+        whys = [self.missing[job] for job in jobs if job in self.missing]
+        for why in sorted(whys, key=lambda why: why.startswith("not run: ")):  # those that failed first
+            result = UNCHECKED if why.startswith("not run: ") else FAILED
+            return row._replace(result=result, figure=why.removeprefix("not run: "))
         return None
 
     def _on_ranks(

@@ -137,7 +137,7 @@ def timeline(history: History) -> Iterator[Figure]:
     canvas, (steps, marks, bars) = _canvas((WIDE, 2.9 + rows), nrows=3, sharex=True, height_ratios=[1.8, 0.4, rows])
     for before, attempt in zip([None, *attempts], attempts, strict=False):
         if before:
-            gap = [before.last_step, attempt.first_step]
+            gap = [before.steps[-1], attempt.first_step]
             steps.plot(at(before.until, attempt.ready), gap, color=LIGHT["accent"], linestyle=(0, (1, 2)), linewidth=1)
         steps.plot(*thinned(at(*attempt.times), attempt.steps), color=LIGHT["accent"], linewidth=2)
     for row, kind in enumerate(MARKS):

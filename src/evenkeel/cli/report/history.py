@@ -144,7 +144,8 @@ class History:
             last = self.attempts[-1]
             last.ending, end = last.ending or "killed", str(record.get("last_end") or "")
             last.reason = end if " was killed by " in end else last.reason or end  # a rank that left has said why
-            self.again += max(0, max(attempt.last_step for attempt in self.attempts) - step)
+            last.last_step = max(last.last_step, step)  # it was saved, though its last steps may not be logged
+            self.again += max(attempt.last_step for attempt in self.attempts) - step
         for curve in self.curves.values():
             curve.cut(step)
         ranks, begun = record.get("world_size", 0), max(0.0, time - sum(record.get("spent", {}).values()))
