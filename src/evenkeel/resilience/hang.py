@@ -13,11 +13,11 @@ import contextlib
 import faulthandler
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -77,6 +77,7 @@ class Watch:
         self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of the last checkpoint: here, told, read of
         self._patient = b""  # the last value read at PATIENT
         self._cleaning = threading.Thread()  # the last that has called `on_saved`
+        self._stacks: IO[bytes] | None = None
         self.first_beats: list[Beat] = []
 
     def __enter__(self) -> Watch:
@@ -96,8 +97,8 @@ class Watch:
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):
-            if "stacks" in self.__dict__ and Path(self.stacks.name).stat().st_size == 0:
-                Path(self.stacks.name).unlink()
+            if self._stacks and os.fstat(self._stacks.fileno()).st_size == 0:
+                Path(self._stacks.name).unlink()
 
     def announce_saved(self, step: int) -> None:
         """Tell all nodes of a complete checkpoint, with rank 0's next beat."""
@@ -165,7 +166,9 @@ class Watch:
         if not self._stopped.is_set():
             self._on_alarm()
 
-    @cached_property
+    @property
     def stacks(self) -> IO[bytes]:
         """This rank's file for stacks, opened when it is needed."""
-        return (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
+        if not self._stacks:
+            self._stacks = (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
+        return self._stacks
