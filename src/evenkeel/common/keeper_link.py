@@ -33,6 +33,14 @@ STORE = "EVENKEEL_KEPT_STORE"
 LAST_END = "EVENKEEL_LAST_END"
 """The environment variable that tells a rank which a keeper has forked again how the last attempt ended."""
 
+COUNTS = "EVENKEEL_KEEPER_COUNTS"
+"""The environment variable that passes a keeper's counts to the program that replaces it."""
+
+counts = os.environ.pop(COUNTS, "")
+"""The counts of the keeper that this process has replaced; "" if it has replaced none."""
+for _foreign in () if counts else (STORE, LAST_END):  # of a job one of whose ranks has started this process
+    os.environ.pop(_foreign, None)
+
 
 class _Keeper(NamedTuple):
     pipe: int

@@ -62,9 +62,6 @@ REGROUP_TIMEOUT = 10.0
 ANNOUNCE_DELAY = 0.3
 """Seconds in which a state is usually on the disk. Only a keeper that waits longer prints that it waits."""
 
-COUNTS = "EVENKEEL_KEEPER_COUNTS"
-"""The environment variable that passes a keeper's counts to the program that replaces it."""
-
 
 class Keeper:
     """Forks trainers until one ends for good.
@@ -86,10 +83,8 @@ class Keeper:
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
-        if COUNTS not in os.environ:  # it replaces no keeper; the variable is of a run that has started this one
-            os.environ.pop(keeper_link.LAST_END, None)
         # forks; consecutive ones without progress; the furthest first step of any trainer
-        self._forks, self._without_progress, self._furthest_start = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
+        self._forks, self._without_progress, self._furthest_start = json.loads(keeper_link.counts or "[0, 0, 0]")
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
         self._exit_at_once = False  # whether Ctrl-C was pressed after that: exit without waiting
         self._regroup_time = 0.0  # at which the trainer got REGROUP; 0: it has not
@@ -121,7 +116,7 @@ class Keeper:
                 written = self._await_written()
                 if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
-                os.environ[COUNTS] = json.dumps([self._forks, self._without_progress, self._furthest_start])
+                os.environ[keeper_link.COUNTS] = json.dumps([self._forks, self._without_progress, self._furthest_start])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
         end_store()
