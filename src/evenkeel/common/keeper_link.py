@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "give_up"]
+Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "give_up", "stop"]
 """What a rank tells its keeper, mostly with a value:
 
     generation  the name by which all ranks of this generation meet
@@ -21,6 +21,7 @@ Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", 
     hang        it ends because of a hang
     refusal     it refuses its input; the line
     give_up     it has failed as before, and should not be started again
+    stop        it has received a stop signal
 """
 
 REGROUP = signal.SIGVTALRM
