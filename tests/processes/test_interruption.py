@@ -13,6 +13,7 @@ from typing import IO
 
 import pytest
 
+from evenkeel.common.processes import process_name
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
 from evenkeel.run.checkpoint import Checkpoints, Provenance
 from tests.support import needs, processes
@@ -241,6 +242,25 @@ def test_a_second_ctrl_c_exits_at_once_and_one_delivered_twice_saves(run_dir: Pa
         time.sleep(apart)
         stop(process, signal.SIGINT, code)  # and not after --grace, which has another code
     assert code == KEYBOARD or saved_step(run_dir) >= 2
+
+
+@pytest.mark.parametrize(("presses", "code"), [(1, STOPPED), (2, KEYBOARD)])
+def test_a_ctrl_c_counts_once_although_its_keeper_waits_for_a_frozen_store(
+    run_dir: Path, presses: int, code: int
+) -> None:
+    ranks = processes.fork_ranks(2, TRAIN, *runs.kept_job(run_dir, "--checkpoint-every", 0, "--pause", 0.1))
+    wait_for_step(run_dir, 2, ranks[0])
+    (store,) = (pid for pid in runs.children(ranks[0].pid) if process_name(pid) == "store")
+    os.kill(store, signal.SIGSTOP)
+    time.sleep(0.3)  # both keepers have asked it by then
+    with runs.locked(run_dir):
+        for _ in range(presses):
+            ranks[1].send_signal(signal.SIGINT)
+            time.sleep(1.3)
+        os.kill(store, signal.SIGCONT)  # or they wait for ten seconds
+        time.sleep(0.3)
+    _, end = map(finish, ranks)
+    assert (end.returncode, end.stderr.count("second stop signal")) == (code, presses - 1), end.stderr
 
 
 def test_attempts_that_die_before_their_first_step_stop_after_three(run_dir: Path) -> None:

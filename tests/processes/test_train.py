@@ -90,9 +90,15 @@ def test_a_state_that_does_not_fit_is_still_the_reason_after_all_restarts_of_tor
     assert "killed from outside" not in done.stderr
 
 
-def test_what_a_run_leaves(run_dir: Path) -> None:
-    of_another = {"EVENKEEL_LAST_END": "rank 0 was killed by SIGKILL"}  # of a run that would have started this one
-    processes.run(processes.torchrun(2, processes.TRAIN, *job(run_dir, "--checkpoint-every", 4)), env=of_another)
+@pytest.mark.parametrize("keeper", ["on", "off"])
+def test_what_a_run_leaves(run_dir: Path, keeper: str) -> None:
+    """A rank of another job has started it: that one's store lives on, and its last end is not this one's."""
+    store = processes.start(["sleep", 600])
+    of_another = {"EVENKEEL_LAST_END": "rank 0 was killed by SIGKILL", "EVENKEEL_KEPT_STORE": str(store.pid)}
+    command = processes.torchrun(2, processes.TRAIN, *job(run_dir, "--checkpoint-every", 4, "--keeper", keeper))
+    processes.run(command, env=of_another | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    assert store.poll() is None
+    processes.kill_group(store)
     assert "last_end" not in processes.records(run_dir, "start")[0]
     summary = processes.read(run_dir)
     weights = model_of(run_dir)

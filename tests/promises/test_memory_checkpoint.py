@@ -279,7 +279,7 @@ def test_a_second_ctrl_c_ends_the_wait(run_dir: Path, stops: list[tuple[float, s
     done = finish(process)
     assert done.returncode == (KEYBOARD if ends else -signal.SIGKILL)
     assert done.stderr.count(f"{stops[0][1].name}: waiting ") == 1, done.stderr
-    assert done.stderr.count("second Ctrl-C: exiting, step 3 is NOT SAVED") == ends
+    assert done.stderr.count("second stop signal: exiting, step 3 is NOT SAVED") == ends
     assert saved_step(run_dir) == (0 if ends else 3)
 
 
@@ -289,7 +289,7 @@ def test_a_second_ctrl_c_for_the_trainer_is_one_for_its_keeper(tmp_path: Path) -
         time.sleep(1.3)
         process.send_signal(INT)
         assert process.wait(timeout=5) == KEYBOARD, "not the ten seconds for which a child waits for the lock"
-    said = [f"evenkeel: second Ctrl-C: exiting{what}\n" for what in (" without saving", ", step 3 is NOT SAVED")]
+    said = [f"evenkeel: second stop signal: exiting{what}\n" for what in (" without saving", ", step 3 is NOT SAVED")]
     assert finish(process).stderr == "".join(said)
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "give_up"]
+Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "give_up", "stop"]
 """What a rank tells its keeper, mostly with a value:
 
     generation  the name by which all ranks of this generation meet
@@ -21,6 +21,7 @@ Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", 
     hang        it ends because of a hang
     refusal     it refuses its input; the line
     give_up     it has failed as before, and should not be started again
+    stop        it has received a stop signal
 """
 
 REGROUP = signal.SIGVTALRM
@@ -32,6 +33,14 @@ STORE = "EVENKEEL_KEPT_STORE"
 
 LAST_END = "EVENKEEL_LAST_END"
 """The environment variable that tells a rank which a keeper has forked again how the last attempt ended."""
+
+COUNTS = "EVENKEEL_KEEPER_COUNTS"
+"""The environment variable that passes a keeper's counts to the program that replaces it."""
+
+counts = os.environ.pop(COUNTS, "")
+"""The counts of the keeper that this process has replaced; "" if it has replaced none."""
+for _foreign in () if counts else (STORE, LAST_END):  # of a job one of whose ranks has started this process
+    os.environ.pop(_foreign, None)
 
 
 class _Keeper(NamedTuple):

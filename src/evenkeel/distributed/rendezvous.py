@@ -35,9 +35,8 @@ from datetime import timedelta
 from typing import Any, cast
 from uuid import uuid4
 
-from torch.distributed import DistError, is_torchelastic_launched
+from torch.distributed import DistError, TCPStore, is_torchelastic_launched  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from ..common import keeper_link
 from ..common.errors import REFUSAL_TIMEOUT, EndedHere, Refusal
@@ -82,8 +81,7 @@ def job_store(rank: int, world_size: int, timeout: timedelta, connect_limit: flo
         if reason := reach(name, port, seconds, f"{who} waits for rank 0 at {where}"):
             remedy = "start rank 0 on that host, and every rank with the same two values"
             raise EndedHere(f"{who}: no answer at {where} for {seconds:g} s ({reason}); {remedy}")
-    store: Store = TCPStore(name, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
-    return store
+    return TCPStore(name, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
 
 
 def _agent_hosts() -> bool:

@@ -117,8 +117,9 @@ class Interruption:
                 reason = REGROUPING
             elif number in STOP_SIGNALS:
                 if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
-                    _exit_now(KEYBOARD, "second Ctrl-C: exiting without saving", output_timeout=1.0)
+                    _exit_now(KEYBOARD, "second stop signal: exiting without saving", output_timeout=1.0)
                 first, reason = first or time.monotonic(), signal.Signals(number).name
+                keeper_link.send("stop")
                 if keeper_link.has_keeper() and os.getppid() != self._parent:
                     reason = "the death of its keeper"
             else:

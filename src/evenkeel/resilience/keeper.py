@@ -23,8 +23,7 @@ A fork copies one thread. So the keeper has only one, no GPU context and no proc
 `sigtimedwait`. Where a fork is not safe (`forking`) the process trains itself, as without a keeper.
 
 Keeper and trainer are in one process group: a debugger keeps the terminal, Ctrl-Z stops both, and a SIGKILL for the
-group leaves nothing. A signal to the group therefore reaches the trainer twice, from the sender and from its keeper,
-which cannot tell the difference; so a stop signal may come twice (`interruption`).
+group leaves nothing. A keeper passes on stop signals until its trainer has reported one (`interruption`).
 """
 
 from __future__ import annotations
@@ -62,9 +61,6 @@ REGROUP_TIMEOUT = 10.0
 ANNOUNCE_DELAY = 0.3
 """Seconds in which a state is usually on the disk. Only a keeper that waits longer prints that it waits."""
 
-COUNTS = "EVENKEEL_KEEPER_COUNTS"
-"""The environment variable that passes a keeper's counts to the program that replaces it."""
-
 
 class Keeper:
     """Forks trainers until one ends for good.
@@ -86,10 +82,8 @@ class Keeper:
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
-        if COUNTS not in os.environ:  # it replaces no keeper; the variable is of a run that has started this one
-            os.environ.pop(keeper_link.LAST_END, None)
         # forks; consecutive ones without progress; the furthest first step of any trainer
-        self._forks, self._without_progress, self._furthest_start = json.loads(os.environ.pop(COUNTS, "[0, 0, 0]"))
+        self._forks, self._without_progress, self._furthest_start = json.loads(keeper_link.counts or "[0, 0, 0]")
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
         self._exit_at_once = False  # whether Ctrl-C was pressed after that: exit without waiting
         self._regroup_time = 0.0  # at which the trainer got REGROUP; 0: it has not
@@ -121,7 +115,7 @@ class Keeper:
                 written = self._await_written()
                 if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
-                os.environ[COUNTS] = json.dumps([self._forks, self._without_progress, self._furthest_start])
+                os.environ[keeper_link.COUNTS] = json.dumps([self._forks, self._without_progress, self._furthest_start])
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
         end_store()
@@ -162,7 +156,10 @@ class Keeper:
             number = _await_signal(heeded, self._keepers.interval)
             if number and number != signal.SIGCHLD:
                 self._record_stop(number)
-                os.kill(pid, number)
+                self._read_messages()
+                # the store may have kept this process for long, so a trainer that has got it would count it as another
+                if self._exit_at_once or "stop" not in self._messages:
+                    os.kill(pid, number)
             ended, status = os.waitpid(pid, os.WNOHANG)
             self._memory.reap()
             self._read_messages()
@@ -182,22 +179,23 @@ class Keeper:
         """Read the trainer's messages."""
         with contextlib.suppress(BlockingIOError):
             while some := os.read(self._pipe, 1 << 16):
-                self._partial_line += some
-        *lines, self._partial_line = self._partial_line.split(b"\n")
-        for line in lines:
-            message, _, value = line.decode(errors="surrogateescape").partition(" ")
-            self._messages[message] = value
-            if message == "generation":
-                self._keepers.join(value)
-            elif message == "limit":
-                self._limit = int(value)
-            elif message == "grace":
-                self._grace = float(value)
-            elif message == "progress":
-                self._memory.discard()
-                if int(value) > self._furthest_start:
-                    # repeating steps is no progress: without a new checkpoint a run may die at one step for ever
-                    self._furthest_start, self._without_progress = int(value), 0
+                *lines, self._partial_line = (self._partial_line + some).split(b"\n")
+                for line in lines:  # what comes meanwhile is read next
+                    self._heed(*line.decode(errors="surrogateescape").partition(" ")[::2])
+
+    def _heed(self, message: str, value: str) -> None:
+        self._messages[message] = value
+        if message == "generation":
+            self._keepers.join(value)
+        elif message == "limit":
+            self._limit = int(value)
+        elif message == "grace":
+            self._grace = float(value)
+        elif message == "progress":
+            self._memory.discard()
+            if int(value) > self._furthest_start:
+                # repeating steps is no progress: without a new checkpoint a run may die at one step for ever
+                self._furthest_start, self._without_progress = int(value), 0
 
     def _stopped_within(self, seconds: float) -> bool:
         """Wait; return whether a stop signal has come."""
@@ -223,7 +221,7 @@ class Keeper:
             until = (self._stop_time or begun) + self._grace
             if self._exit_at_once:
                 self._memory.kill_writers()
-                _say(f"second Ctrl-C: exiting, {what} is NOT SAVED")
+                _say(f"second stop signal: exiting, {what} is NOT SAVED")
                 return False
             if now > until:
                 _say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
@@ -288,8 +286,7 @@ class Keeper:
             give_up()
         # a trainer ends so at a second Ctrl-C; one that has not sent --grace, at the first: it handled no signals yet
         self._exit_at_once |= code == KEYBOARD and "grace" in self._messages
-        if not self._await_written():
-            code = KEYBOARD
+        code = code if self._await_written() else KEYBOARD
         end_store()
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trainer has left a core file, if one is wanted

@@ -154,12 +154,7 @@ class Keepers:
 
 
 def _sockets() -> set[int]:
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(link.readlink()).startswith("socket:"):
-                found.add(int(link.name))
-    return found
+    return {int(link.name) for link in Path("/proc/self/fd").iterdir() if link.is_socket()}
 
 
 def hold_store(rank: int, world_size: int) -> None:
