@@ -309,6 +309,8 @@ NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda
 NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())
 NoItems = odd("NoItems", train_dataset=lambda task: type("NoItems", (Dataset,), {"__len__": lambda _: 13})())
 ExhaustedSamples = odd("ExhaustedSamples", train_dataset=lambda task: OfLength(lambda: 13, lambda _: next(iter(()))))
+NoSamples = odd("NoSamples", sample=lambda task, index: None)
+Columns = odd("Columns", train_dataset=lambda task: (torch.zeros(13, 3), torch.zeros(13)))
 NoneInside = odd("NoneInside", sample=lambda task, index: (torch.zeros(3), None))
 ManySizes = odd("ManySizes", sample=lambda task, index: (np.zeros((3, 4 + index % 2)), 0))
 
