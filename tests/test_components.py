@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1717,
+    "common": 1709,
     "config": 595,
-    "data": 3133,
-    "distributed": 2438,
+    "data": 3139,
+    "distributed": 2447,
     "resilience": 1676,
-    "training": 6614,
-    "run": 6781,
+    "training": 6620,
+    "run": 6779,
     "tasks": 2286,
     "mirror": 565,
-    "launch": 3004,
-    "cli": 7483,
+    "launch": 3025,
+    "cli": 7457,
     "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -67,21 +67,9 @@ def _keep_streams() -> None:
 _keep_streams()
 
 __all__ = [
-    "Classification",
-    "Config",
-    "DistributedLoss",
-    "MetricsTracker",
-    "Run",
-    "Task",
-    "announce",
-    "clip_grad_norm",
-    "constants",
-    "evaluate",
-    "fit",
-    "parse",
-    "secret",
-    "start",
-]
+    "Classification", "Config", "DistributedLoss", "MetricsTracker", "Run", "Task", "announce", "clip_grad_norm",
+    "constants", "evaluate", "fit", "parse", "secret", "start",
+]  # fmt: skip
 
 _HOMES = {
     "common.display": ["announce"],

@@ -299,8 +299,7 @@ DrawnAtEachRead = odd("DrawnAtEachRead", Drawn, whole=lambda task: Diced(*Drawn.
 TrainingDrawnAtEachRead = odd("TrainingDrawnAtEachRead", Drawn, train_dataset=lambda task: Diced(*task.whole().tensors))
 OtherDataOnRank1 = odd("OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[RANK:])
 OtherSetsOnRank1 = odd(
-    "OtherSetsOnRank1",
-    test_dataset=lambda task: ({name: Usual.test_dataset(task) for name in ("near", "far")[RANK:]}),
+    "OtherSetsOnRank1", test_dataset=lambda task: ({name: Usual.test_dataset(task) for name in ("near", "far")[RANK:]})
 )
 Exits = odd(  # the process, at a sample that no start looks at
     "Exits", train_dataset=lambda task: OfLength(lambda: 13, lambda index: sys.exit() if index == 1 else torch.ones(3))

@@ -256,14 +256,9 @@ def _started(command: Command, run_dir: Path) -> subprocess.Popen[bytes]:
         file.write(f"$ {shlex.join(command.argv)}\n".encode())
         file.flush()
         return subprocess.Popen(
-            command.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, **command.env},
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGTERM),
-        )
+            command.argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, **command.env},
+            start_new_session=True, preexec_fn=partial(die_with_parent, signal.SIGTERM),
+        )  # fmt: skip
 
 
 def _output(run_dir: Path) -> Path:

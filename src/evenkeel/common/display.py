@@ -44,12 +44,9 @@ UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 except line breaks and tabs, writing directions, surrogates."""
 
 WORDS = {
-    COMPILATION: "compiling",
-    EVALUATION: "evaluating",
-    CHECKPOINT: "saving",
-    DATA: "waiting for data",
+    COMPILATION: "compiling", EVALUATION: "evaluating", CHECKPOINT: "saving", DATA: "waiting for data",
     HANGING: "hanging",
-}
+}  # fmt: skip
 """How phases are shown; all others of a step are "training"."""
 
 

@@ -30,13 +30,9 @@ COMPILATION = "compilation"
 HANGING = "hang"
 
 ACCOUNTS = {
-    START_UP: "start_up",
-    COMPILATION: "start_up",
-    DATA: "data",
-    CHECKPOINT: "checkpoint",
-    EVALUATION: "evaluation",
+    START_UP: "start_up", COMPILATION: "start_up", DATA: "data", CHECKPOINT: "checkpoint", EVALUATION: "evaluation",
     HANGING: "dead",
-}
+}  # fmt: skip
 """The ledger's account of a phase. Others are "productive", or "redone" in a step that an earlier attempt had done."""
 
 COMPILE_TIMEOUT = 3600

@@ -93,13 +93,9 @@ class Profiler:
         self._profile = profile(activities=[ProfilerActivity.CPU, *cuda])
         self._profile.start()
         facts = {
-            "rank": self.world.rank,
-            "world_size": self.world.world_size,
-            "host": hosts[self.world.rank],
-            "steps": f"{step}:{self.window.stop}",
-            "clock_ahead_ns": ahead[self.world.rank],
-            "session": stamps[0][-1],
-        }
+            "rank": self.world.rank, "world_size": self.world.world_size, "host": hosts[self.world.rank],
+            "steps": f"{step}:{self.window.stop}", "clock_ahead_ns": ahead[self.world.rank], "session": stamps[0][-1],
+        }  # fmt: skip
         self._profile.add_metadata_json(FACTS, json.dumps(facts))
 
     def _end(self) -> None:

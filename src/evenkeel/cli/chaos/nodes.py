@@ -129,12 +129,9 @@ class Lab:
         (init,) = _children(self._inits[node].pid)
         inside = ["nsenter", f"--target={init}", "--net", "--uts", "--ipc", "--pid", "--mount"]
         job = subprocess.Popen(
-            [*inside, "env", f"--chdir={cwd}", *argv],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGKILL),
-            **options,
-        )
+            [*inside, "env", f"--chdir={cwd}", *argv], stdin=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL), **options,
+        )  # fmt: skip
         self._jobs.append(job)
         return job
 

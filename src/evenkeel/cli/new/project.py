@@ -32,22 +32,10 @@ PARTS = ("slurm", "docker", "k8s")
 """What --with may add: a folder of this name."""
 
 FILES = (
-    "train.py",
-    "NAME/task.py",
-    "launch/interpreter.py",
-    "launch/single_node.py",
-    "launch/multi_node.py",
-    "slurm/submit.py",
-    "docker/Dockerfile",
-    "docker/run.py",
-    "k8s/submit.py",
-    "tests/test_task.py",
-    "pyproject.toml",
-    "Makefile",
-    "README.md",
-    ".ci/run",
-    ".gitignore",
-)
+    "train.py", "NAME/task.py", "launch/interpreter.py", "launch/single_node.py", "launch/multi_node.py",
+    "slurm/submit.py", "docker/Dockerfile", "docker/run.py", "k8s/submit.py", "tests/test_task.py", "pyproject.toml",
+    "Makefile", "README.md", ".ci/run", ".gitignore",
+)  # fmt: skip
 NEEDED = "a package that the project needs"
 IN_THE_WAY = {it.stem: f"{it} in the project" for path in FILES for it in (Path(path), *Path(path).parents)} | {
     "evenkeel": NEEDED,

@@ -26,15 +26,9 @@ from .ranks import read_ranks
 from .theme import SERIES, Figure
 
 FACTS = {
-    "state": "state",
-    "best": "best",
-    "steps": "steps",
-    "speed": "samples/s",
-    "goodput": "goodput",
-    "attempts": "attempts",
-    "again": "steps done again",
-    "time": "time",
-}
+    "state": "state", "best": "best", "steps": "steps", "speed": "samples/s", "goodput": "goodput",
+    "attempts": "attempts", "again": "steps done again", "time": "time",
+}  # fmt: skip
 """The key figures of a run and their headings."""
 
 ROWS, RANKS = 200, 16

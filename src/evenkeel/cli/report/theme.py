@@ -20,17 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 LIGHT = {
-    "ink": "#1f2733",
-    "muted": "#66707f",
-    "line": "#e3e7ec",
-    "accent": "#2a78d6",
-    "second": "#d9480f",
-    "third": "#0c8599",
-    "fourth": "#7048c8",
-    "fifth": "#b7791f",
-    "good": "#2b8a3e",
-    "bad": "#c92a2a",
-}
+    "ink": "#1f2733", "muted": "#66707f", "line": "#e3e7ec", "accent": "#2a78d6", "second": "#d9480f",
+    "third": "#0c8599", "fourth": "#7048c8", "fifth": "#b7791f", "good": "#2b8a3e", "bad": "#c92a2a",
+}  # fmt: skip
 """The colours of figures, by their names in the style sheet."""
 
 SERIES = ("accent", "second", "third", "fourth", "fifth", "good")

@@ -238,24 +238,14 @@ def _executor(
         kind = _Printer if typed.dry_run else submitit.SlurmExecutor
         executor = kind(folder, python="python" if typed.container else None)
         executor.update_parameters(
-            job_name=typed.name or _run_dir(config).name,
-            partition=partition.name or None,
-            account=typed.account,
-            qos=typed.qos,
-            time=minutes,
-            nodes=least,
-            gpus_per_node=processes if partition.gpus else None,
-            cpus_per_task=processes * (typed.cpus_per_gpu or config.num_workers + 1),
-            mem=typed.mem,
-            constraint=typed.constraint,
-            exclude=typed.exclude,
-            nodelist=typed.nodelist,
-            signal_delay_s=WARNING_SECONDS,
-            stderr_to_stdout=True,
+            job_name=typed.name or _run_dir(config).name, partition=partition.name or None, account=typed.account,
+            qos=typed.qos, time=minutes, nodes=least, gpus_per_node=processes if partition.gpus else None,
+            cpus_per_task=processes * (typed.cpus_per_gpu or config.num_workers + 1), mem=typed.mem,
+            constraint=typed.constraint, exclude=typed.exclude, nodelist=typed.nodelist,
+            signal_delay_s=WARNING_SECONDS, stderr_to_stdout=True,
             additional_parameters={"requeue": True} | ({"nodes": f"{least}-{most}"} if most > least else {}),
-            srun_args=container,
-            setup=[*preamble, *typed.setup],
-        )
+            srun_args=container, setup=[*preamble, *typed.setup],
+        )  # fmt: skip
     return executor
 
 
