@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1726,
+    "common": 1725,
     "config": 595,
-    "data": 3136,
-    "distributed": 2438,
-    "resilience": 1690,
-    "training": 6616,
-    "run": 6846,
+    "data": 3142,
+    "distributed": 2445,
+    "resilience": 1686,
+    "training": 6622,
+    "run": 6848,
     "tasks": 2286,
     "mirror": 565,
-    "launch": 3004,
-    "cli": 7483,
+    "launch": 3035,
+    "cli": 7491,
     "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -16,10 +16,7 @@ from evenkeel.resilience.beats import Beat, blamed, describe
 from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.interruption import Resident
 from tests.support import processes
-from tests.support.processes import (
-    read,
-    wait_until,
-)
+from tests.support.processes import read, wait_until
 from tests.training.test_staging import Training
 
 

@@ -299,8 +299,7 @@ DrawnAtEachRead = odd("DrawnAtEachRead", Drawn, whole=lambda task: Diced(*Drawn.
 TrainingDrawnAtEachRead = odd("TrainingDrawnAtEachRead", Drawn, train_dataset=lambda task: Diced(*task.whole().tensors))
 OtherDataOnRank1 = odd("OtherDataOnRank1", train_dataset=lambda task: task.test_dataset()[RANK:])
 OtherSetsOnRank1 = odd(
-    "OtherSetsOnRank1",
-    test_dataset=lambda task: ({name: Usual.test_dataset(task) for name in ("near", "far")[RANK:]}),
+    "OtherSetsOnRank1", test_dataset=lambda task: ({name: Usual.test_dataset(task) for name in ("near", "far")[RANK:]})
 )
 Exits = odd(  # the process, at a sample that no start looks at
     "Exits", train_dataset=lambda task: OfLength(lambda: 13, lambda index: sys.exit() if index == 1 else torch.ones(3))
@@ -309,6 +308,8 @@ NegativeLength = odd("NegativeLength", test_dataset=lambda task: OfLength(lambda
 NoTestLength = odd("NoTestLength", test_dataset=lambda task: SimpleNamespace())
 NoItems = odd("NoItems", train_dataset=lambda task: type("NoItems", (Dataset,), {"__len__": lambda _: 13})())
 ExhaustedSamples = odd("ExhaustedSamples", train_dataset=lambda task: OfLength(lambda: 13, lambda _: next(iter(()))))
+NoSamples = odd("NoSamples", sample=lambda task, index: None)
+Columns = odd("Columns", train_dataset=lambda task: (torch.zeros(13, 3), torch.zeros(13)))
 NoneInside = odd("NoneInside", sample=lambda task, index: (torch.zeros(3), None))
 ManySizes = odd("ManySizes", sample=lambda task, index: (np.zeros((3, 4 + index % 2)), 0))
 

@@ -70,9 +70,9 @@ def seen_at(method: Any) -> Iterator[None]:
     """Name the user's method, by file and line, in an error about its result."""
     try:
         yield
-    except Ended as error:
+    except (Ended, Refusal) as error:
         code = getattr(inspect.unwrap(method), "__code__", None)
-        if type(error) not in (Ended, EndedHere) or not code or owner(code.co_filename) == "engine":
+        if type(error) not in (Ended, EndedHere, Refusal) or not code or owner(code.co_filename) == "engine":
             raise
         raise type(error)(f"{error}; see {code.co_filename}:{code.co_firstlineno}") from error.__cause__
 

@@ -101,8 +101,9 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     path, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
     found = re.search(r"found <class '(.+)'>", why)
-    if found:  # None is that of a __getitem__ without return
-        why = "it is None" if found[1] == "NoneType" else f"its type is {found[1]}"
+    if found:
+        none = "it is None" if path else "it is None (does __getitem__ return it?)"
+        why = none if found[1] == "NoneType" else f"its type is {found[1]}"
     why = "its sizes differ" if "resize storage" in why else why  # how torch says that in a loader process
     return (
         f"the data set's samples cannot be collated: {f'sample{path}' if path else 'a sample'}: {why}; return "

@@ -212,6 +212,11 @@ def length(dataset: Any, method: str) -> int:
             f"can resume at any step; return a map-style data set, with __len__ and __getitem__(index), or for streams "
             f"{stream}"
         )
+    parts = [*dataset.values()] if isinstance(dataset, dict) else dataset if isinstance(dataset, (list, tuple)) else []
+    shapes: list[Any] = [getattr(part, "shape", ()) for part in parts[:9]]  # samples have one shape
+    if len({*map(len, shapes)}) > 1 and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+        what = f"{kind_of(dataset)} of {len(parts)} tensors with {shapes[0][0]} rows each"
+        raise Refusal(f"{method}() returned {what}: return TensorDataset(x, y) of them, whose samples are the rows")
     try:
         return len(dataset)
     except Exception as error:  # from the data set, or from Python: a length that is negative, a fraction or too large

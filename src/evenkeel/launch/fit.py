@@ -101,12 +101,7 @@ def fit(
         raise Refusal(f"fit({_shown(task)}, ...): give one task; {DATA}")
     if not isinstance(processes, int) or processes < 1:
         raise Refusal(f"fit(processes={processes!r}): must be a whole number from 1 on")
-    name = task if isinstance(task, str) else _name_of(task)
-    if not name and processes != 1:
-        raise Refusal(
-            f"fit(processes={processes}): other processes cannot import {_shown(task)} from a notebook or the main "
-            f"program; write it to a file and give task='FILE.py:{_shown(task)}', or leave processes out"
-        )
+    name = task if isinstance(task, str) else _name_of(task, processes)
     loop, words = _loop(Path(script)), [f"--task={name}"] * bool(name)
     words += [word for option, value in options.items() for word in option_words(option_name(option), value)]
     config, made = parse(words) if name else parse(words, task)  # type: ignore[arg-type]
@@ -202,7 +197,7 @@ def _loop(script: Path) -> Path:
     return path
 
 
-def _name_of(task: Any) -> str:
+def _name_of(task: Any, processes: int) -> str:
     """The class as --task; "" if no other process could import it."""
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise Refusal(f"fit({_shown(task)}): give a task's name or class; {DATA}")
@@ -210,6 +205,11 @@ def _name_of(task: Any) -> str:
     if BUILT_IN.get(last) == task.__name__ and module == BUILT_IN_FROM:
         return last
     if task.__module__ == "__main__" or "<locals>" in task.__qualname__:
+        if processes != 1:
+            raise Refusal(
+                f"fit(processes={processes}): other processes cannot import {_shown(task)} from a notebook or the main "
+                f"program; write it to a file and give task='FILE.py:{_shown(task)}', or leave processes out"
+            )
         return ""
     if module:
         return f"{task.__module__}:{task.__name__}"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..common import display, keeper_link
-from ..common.errors import Refusal, place_of
+from ..common.errors import Refusal, place_of, seen_at
 from ..common.memory import keep_freed_memory
 from ..common.naming import VALIDATION
 from ..common.phases import START_UP, activity
@@ -133,7 +133,8 @@ def build_model(config: Config, task: Task) -> nn.Module:
             raise
         where = f"model() uses a GPU{place_of(error.__traceback__)}, and there is none"
         raise Refusal(f"{where}: return it on the CPU; Evenkeel moves it") from error
-    check_model(model, learns=not config.eval_only)
+    with seen_at(task.model):
+        check_model(model, learns=not config.eval_only)
     return in_place(model)
 
 
@@ -184,7 +185,8 @@ def build_state(
     best = task.best if decides else None
     stopping = Stopping(plan.total_steps, every, best, config.patience, decides, task.best is Task.best)
     seed_task(config.seed, "optimizers")
-    optimizers = checked_optimizers(task.optimizers(model, config), model)
+    with seen_at(task.optimizers):
+        optimizers = checked_optimizers(task.optimizers(model, config), model)
     if config.shard != "off":
         refuse_old_torch(config)
         from ..training.sharding import refuse_unshardable  # imports FSDP2, which takes a second

@@ -51,12 +51,8 @@ def of_probes(probes: Sequence[Found]) -> Iterator[Row]:
             theirs = other["sets"][name]
             pairs = [(bits, theirs["samples"].get(number, bits)) for number, bits in found["samples"].items()]
             if found["length"] != theirs["length"]:
-                row = failed(
-                    row,
-                    f"rank {rank} has {theirs['length']} {name} samples, not {found['length']}",
-                    "rank",
-                    lines["rank"],
-                )
+                figure = f"rank {rank} has {theirs['length']} {name} samples, not {found['length']}"
+                row = failed(row, figure, "rank", lines["rank"])
             elif not found["differing"] and (count := sum(a != b for a, b in pairs)):
                 row = failed(row, f"{count} {name} samples of rank {rank} differ", "rank", lines["rank"])
         if first["rebuilt"] and other["weights"] != first["weights"]:

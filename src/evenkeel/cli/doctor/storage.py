@@ -58,13 +58,8 @@ def run_directory(run_dir: Path) -> Iterator[Finding]:
         remedy = remedies.get(error.errno or 0, other)
         yield Finding("FAIL", name, f"{place}: {error.strerror or error}", "write, fsync, rename and lock work", remedy)
         return
-    yield judged(
-        name,
-        f"{place}: write, fsync, rename and lock work, {speed:.0f} MB/s",
-        f"{SLOW:g} MB/s or more",
-        other,
-        warn=speed < SLOW,
-    )
+    measured = f"{place}: write, fsync, rename and lock work, {speed:.0f} MB/s"
+    yield judged(name, measured, f"{SLOW:g} MB/s or more", other, warn=speed < SLOW)
 
 
 def _write(place: Path, size: int) -> float:
