@@ -21,7 +21,7 @@ BUDGET = {
     "config": 595,
     "data": 3142,
     "distributed": 2445,
-    "resilience": 1686,
+    "resilience": 1708,
     "training": 6622,
     "run": 6848,
     "tasks": 2286,

@@ -17,7 +17,7 @@ import torch
 from evenkeel.common import keeper_link
 from evenkeel.resilience import memory_checkpoint
 from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, rank_memory
-from evenkeel.resilience.peers import Keepers
+from evenkeel.resilience.peers import Peers
 from tests.support.processes import free_port, wait_until
 from tests.support.small_runs import bytes_in_memory
 
@@ -194,14 +194,14 @@ def test_a_store_that_has_ended_is_lost_without_a_stack_of_c_plus_plus(
         assert server.stdout.readline() == b"ready\n"
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
-        peers = Keepers(1, 2)
+        peers = Peers(1, 2)
         peers.join("a")
         assert peers._store
-        assert not peers.has_died()
+        assert not peers.hears_of_death()
         if not looks:
-            monkeypatch.setattr(Keepers, "_is_cut_off", lambda _: False)
+            monkeypatch.setattr(Peers, "_is_cut_off", lambda _: False)
         os.kill(server.pid, signal.SIGKILL)
     time.sleep(0.2)
-    assert not peers.has_died()
+    assert not peers.hears_of_death()
     assert peers._store is None
     assert ("TCPStore" in capfd.readouterr().err) == (not looks)

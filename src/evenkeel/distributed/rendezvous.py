@@ -70,12 +70,12 @@ def job_store(rank: int, world_size: int, timeout: timedelta, connect_limit: flo
         EndedHere: it did not appear.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    here = rank == 0 and not _agent_hosts()  # in this process, or beside its keeper
-    hosts = here and keeper_link.STORE not in os.environ
+    on_this_host = rank == 0 and not _agent_hosts()  # in this process, or beside its keeper
+    hosts = on_this_host and keeper_link.STORE not in os.environ
     who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
     # a node may not find itself by the name that the others use; and in a container without DNS torch, which looks up
     # who is at the other end, takes ten seconds for localhost
-    name = "localhost" if hosts or (here and reach(host, port, 2.0, who)) else host
+    name = "localhost" if hosts or (on_this_host and reach(host, port, 2.0, who)) else host
     if not hosts:
         seconds = timeout.total_seconds() if connect_limit is None else connect_limit
         if reason := reach(name, port, seconds, f"{who} waits for rank 0 at {where}"):

@@ -3,7 +3,8 @@
     keeper        forks the process that trains, and forks it again when it dies: a restart without imports
     forking       whether a process may fork one
     memory_checkpoint  the last step in memory, for the next rank; its keeper writes it to the disk
-    peers         messages between keepers in the job's store, and the process that serves it
+    peers         messages between keepers in the job's store
+    kept_store    the process that serves that store, where torchrun's agent does not
     interruption  a thread for stop signals: saves the state, and ends the process within --grace
     hang          every rank reports to the others what it does; no progress for --hang-timeout is a hang
     diagnosis     after an alarm: which rank is where, its stacks; kills frozen ranks

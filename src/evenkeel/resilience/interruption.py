@@ -65,7 +65,7 @@ class Interruption:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
         launched = "TORCHELASTIC_RUN_ID" in os.environ
-        # under nohup; a torchrun that heeds SIGHUP, as by default, takes its workers with it
+        # ignore SIGHUP under nohup; else torchrun, which heeds it by default, ends its workers in any case
         ignores_hangup = survives_the_terminal(keeper_link.launcher() if launched else os.getpid())
         for number in STOP_SIGNALS:
             if not (number == signal.SIGHUP and ignores_hangup):
@@ -81,9 +81,9 @@ class Interruption:
         self._rescue = rescue
 
     def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
-        """End this process as a signal would, unless it is ending already. Returns at once.
+        """End this process as a signal would, unless it is ending already.
 
-        A thread calls `rescue`, which has `grace` seconds, and exits with the code.
+        A thread, or this one if none can be started, calls `rescue`, which has `grace` seconds, and exits with `code`.
         """
         with self._deciding:
             before, self.reason = self.reason, self.reason or reason

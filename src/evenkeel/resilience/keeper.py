@@ -16,7 +16,7 @@ stores the last finished step in memory (`memory_checkpoint`), and every keeper 
 the same roll-call as after a restart by torchrun, so keepers need no agreement of their own: a rank that dies early is
 only late for the roll-call.
 
-`Keeper._forks_again` says after which ends of a trainer another is forked. All else (an exception, out of memory, exit
+`Keeper._handle_end` says after which ends of a trainer another is forked. All else (an exception, out of memory, exit
 code 2; 0 if no other rank has died; 75 without REGROUP) goes to the agent: the keeper ends as its trainer did.
 
 A fork copies one thread. So the keeper has only one, no GPU context and no process group, and waits for signals by
@@ -49,8 +49,9 @@ from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, nam
 from ..config import Config
 from ..distributed.exits import forget_error, give_up, refuse
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
+from .kept_store import end_store, serve_store, store_is_alive
 from .memory_checkpoint import KeeperMemory, Stored
-from .peers import Keepers, end_store, hold_store, holds_store
+from .peers import Peers
 
 UNFORKABLE = 119
 """Exit code of a fork that cannot use a GPU because its keeper has."""
@@ -77,7 +78,7 @@ class Keeper:
         self._train, self._changed = train, changed
         self._memory = KeeperMemory(save)
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._keepers = Keepers(self._rank, self._world_size)
+        self._peers = Peers(self._rank, self._world_size)
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
         self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
@@ -92,19 +93,19 @@ class Keeper:
 
     def keep(self) -> None:
         """Fork until a trainer ends for good, and end like it; return only if this process cannot be forked."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._stops | {signal.SIGCHLD})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._stops | {signal.SIGCHLD})
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(signal.SIGTERM)
         name_process("keeper")
         gc.freeze()  # or a collection in the trainer would copy every page
         if "WORLD_SIZE" in os.environ and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            hold_store(self._rank, self._world_size)
+            serve_store(self._rank, self._world_size)
         while True:
-            code = os.waitstatus_to_exitcode(self._attend(self._fork(before)))
+            code = os.waitstatus_to_exitcode(self._attend(self._fork(mask)))
             self._memory.take(self._messages.get("memory", ""))
             if code == UNFORKABLE and not self._messages:
                 break
-            if not self._forks_again(code):
+            if not self._handle_end(code):
                 if code:
                     self._memory.save_slots()
                 self._end(code)
@@ -116,18 +117,18 @@ class Keeper:
                 if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
                 os.environ[keeper_link.COUNTS] = json.dumps([self._forks, self._without_progress, self._furthest_start])
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
         end_store()
         name_process("python")
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _fork(self, mask: set[int | signal.Signals]) -> int:
         """Fork a trainer, which does not return from here. Returns its pid."""
         self._pipe, sending = os.pipe()
         os.set_blocking(self._pipe, False)
         self._messages, self._regroup_time, self._partial_line = {}, 0.0, b""
-        self._keepers.join("")
+        self._peers.join("")
         self._memory.prepare()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
@@ -153,7 +154,7 @@ class Keeper:
         """Wait for the trainer's end; meanwhile pass on stop signals, and ask it to leave if another rank has died."""
         heeded = self._stops | {signal.SIGCHLD}
         while True:
-            number = _await_signal(heeded, self._keepers.interval)
+            number = _await_signal(heeded, self._peers.interval)
             if number and number != signal.SIGCHLD:
                 self._record_stop(number)
                 self._read_messages()
@@ -171,7 +172,7 @@ class Keeper:
             if self._regroup_time:
                 if time.monotonic() - self._regroup_time > self._grace + REGROUP_TIMEOUT:
                     os.kill(pid, signal.SIGKILL)
-            elif self._keepers.has_died():
+            elif self._peers.hears_of_death():
                 self._regroup_time = time.monotonic()
                 os.kill(pid, keeper_link.REGROUP)
 
@@ -186,7 +187,7 @@ class Keeper:
     def _heed(self, message: str, value: str) -> None:
         self._messages[message] = value
         if message == "generation":
-            self._keepers.join(value)
+            self._peers.join(value)
         elif message == "limit":
             self._limit = int(value)
         elif message == "grace":
@@ -235,9 +236,10 @@ class Keeper:
             self._stopped_within(0.01)
         return True
 
-    def _forks_again(self, code: int) -> bool:
-        """Whether to fork another trainer after one has ended: the first row that fits. Below "finished", a
-        "yes" is a "no" after --keeper-restarts without progress, or if the other keepers cannot be told of the death.
+    def _handle_end(self, code: int) -> bool:
+        """Handle a trainer's end: report this rank's death to the other keepers, and return whether to fork another
+        trainer, by the first row that fits. Below "finished", a "yes" is a "no" after --keeper-restarts without
+        progress, or if the other keepers cannot be told of the death.
 
         a stop signal; refused input; the store in which ranks meet is gone     no
         finished                         only if another rank has died, which cannot finish without this one
@@ -245,10 +247,10 @@ class Keeper:
         got REGROUP, or lost a rank whose keeper confirms its death             yes: another rank has died
         anything else, such as an exception                                     no
         """
-        if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or not holds_store():
+        if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or not store_is_alive():
             return False
         if code == 0:
-            return not self._keepers.await_all(self._stopped_within)
+            return not self._peers.await_all(self._stopped_within)
         if code < 0 and not self._regroup_time:  # after REGROUP this keeper may have killed it
             death = f"rank {self._rank} was killed by {_signal_name(-code)}"
         elif "hang" in self._messages:
@@ -260,7 +262,7 @@ class Keeper:
         if self._without_progress >= self._limit:
             _say(f"{death or f'rank {self._rank} lost another rank'} again, without progress; torchrun decides")
             return False
-        if death and not self._keepers.report_death(death):
+        if death and not self._peers.report_death(death):
             return False  # the others would wait for this rank
         self._without_progress += 1
         if death:
@@ -269,7 +271,7 @@ class Keeper:
 
     def _is_confirmed(self) -> bool:
         """Whether the trainer has lost a rank that died; if not, print the error that looked like it."""
-        if self._keepers.confirm_death(self._stopped_within):
+        if self._peers.confirm_death(self._stopped_within):
             return True
         if not self._stop_time:  # of all ranks: the first one may only have lost the one whose error it is
             with contextlib.suppress(OSError, ValueError):
@@ -281,7 +283,7 @@ class Keeper:
         if code == REFUSED and "refusal" in self._messages:
             refuse(self._messages["refusal"])
         if code:
-            self._keepers.report_end()
+            self._peers.report_end()
         if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
             give_up()
         # a trainer ends so at a second Ctrl-C; one that has not sent --grace, at the first: it handled no signals yet

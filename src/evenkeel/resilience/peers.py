@@ -1,11 +1,10 @@
-"""Messages between the keepers of a job in the job's store, and the process beside a keeper that serves it."""
+"""Messages between the keepers of a job, in the job's store."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import signal
 import socket
 import struct
 import time
@@ -17,7 +16,6 @@ from torch.distributed.distributed_c10d import Store
 
 from ..common import keeper_link
 from ..common.errors import EndedHere
-from ..common.processes import die_with_parent, name_process
 from ..distributed.rendezvous import DIED, UNKEPT, generation_store, job_store
 
 REQUEST_TIMEOUT = 10.0
@@ -36,8 +34,8 @@ DONE, GONE = "done", "gone"
 """Keys of a generation: how many ranks have finished, and how many keepers know that all have."""
 
 
-class Keepers:
-    """The keepers of the ranks that have met under one name.
+class Peers:
+    """The keepers of the other ranks, as one keeper reaches them; see :meth:`join`.
 
     Args:
         rank: this keeper's.
@@ -73,7 +71,8 @@ class Keepers:
         return store
 
     def _lose(self) -> None:
-        """Give up on a store that is gone or too slow: a new connection to a frozen one would never end."""
+        """Give up on a store that is gone or too slow, until the next generation meets in it: a new connection to a
+        frozen one would never end."""
         self._connection = self._store = None
         self._sockets = []
 
@@ -84,8 +83,8 @@ class Keepers:
             poll.register(connection, select.POLLRDHUP)
         return bool(poll.poll(0))
 
-    def has_died(self) -> bool:
-        """Whether a keeper has reported a death, whose cause the next trainer finds in the environment; False if the
+    def hears_of_death(self) -> bool:
+        """Whether a keeper has reported a death, whose cause the next trainer finds in the environment. False if the
         store does not answer."""
         try:
             if self._is_cut_off():
@@ -117,9 +116,10 @@ class Keepers:
             wait_for_stop: waits so many seconds, and returns whether a stop signal has come.
         """
         deadline = time.monotonic() + (CONFIRM_TIMEOUT if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
-        while not (died := self.has_died()) and time.monotonic() < deadline and not wait_for_stop(self.interval / 4):
-            pass
-        return died
+        while not self.hears_of_death():
+            if time.monotonic() > deadline or wait_for_stop(self.interval / 4):
+                return False
+        return True
 
     def report_end(self) -> None:
         """Report to the others that this rank ends for good without having finished: do not wait for it."""
@@ -140,8 +140,10 @@ class Keepers:
                 return True
             store.add(DONE, 1)
             while store.add(DONE, 0) < self._world_size and time.monotonic() < deadline:
-                if (died := self.has_died()) or not self._store:  # it may have just been lost
-                    return not died
+                if self.hears_of_death():
+                    return False
+                if not self._store:  # it has just been lost
+                    return True
                 if store.check([UNKEPT]) or wait_for_stop(self.interval):
                     return True
             gone, deadline = store.add(GONE, 1), time.monotonic() + 1
@@ -155,45 +157,3 @@ class Keepers:
 
 def _sockets() -> set[int]:
     return {int(link.name) for link in Path("/proc/self/fd").iterdir() if link.is_socket()}
-
-
-def hold_store(rank: int, world_size: int) -> None:
-    """Serve the job's store in a process of its own; in rank 0 it would be a thread, and die with it."""
-    if keeper_link.STORE in os.environ:  # this process has replaced itself
-        return
-    keeper = os.getpid()
-    ready, started = os.pipe()
-    if pid := os.fork():
-        os.close(started)
-        if os.read(ready, 1):  # else rank 0 tries again, and reports the error
-            os.environ[keeper_link.STORE] = str(pid)
-        os.close(ready)
-        return
-    name_process("store")
-    die_with_parent(signal.SIGKILL)
-    with contextlib.suppress(Exception):
-        store = job_store(rank, world_size, timedelta(seconds=CONNECT_TIMEOUT))
-        os.write(started, b"1")
-        os.close(started)
-        while store and os.getppid() == keeper:  # the name keeps the store alive
-            signal.sigwait({signal.SIGTERM, signal.SIGINT})  # to the process group: only the keeper acts on them
-    os._exit(1)
-
-
-def holds_store() -> bool:
-    """Whether the store process that this process has started still runs; True if it has started none."""
-    if keeper_link.STORE not in os.environ:
-        return True
-    with contextlib.suppress(ChildProcessError):
-        if os.waitpid(int(os.environ[keeper_link.STORE]), os.WNOHANG) == (0, 0):
-            return True
-    del os.environ[keeper_link.STORE]  # another process may get its number
-    return False
-
-
-def end_store() -> None:
-    """End the process with the store, if there is one."""
-    with contextlib.suppress(KeyError, ProcessLookupError, ChildProcessError):
-        server = int(os.environ.pop(keeper_link.STORE))
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
