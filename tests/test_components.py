@@ -26,7 +26,7 @@ BUDGET = {
     "run": 6848,
     "tasks": 2286,
     "mirror": 565,
-    "launch": 3035,
+    "launch": 3036,
     "cli": 7491,
     "time_travel": 1678,
 }
