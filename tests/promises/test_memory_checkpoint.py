@@ -189,7 +189,7 @@ def test_a_stop_while_a_keeper_of_changed_code_waits_for_the_disk(tmp_path: Path
         killed(process)
         for number in stops:
             process.send_signal(number)
-            time.sleep(1.3)
+            time.sleep(2.0)
         if code == KEYBOARD:
             process.wait(timeout=processes.LIMIT)
     assert finish(process).returncode == code
