@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from torch.utils.data import (
 
 from evenkeel.common.errors import EndedByData
 from evenkeel.data.batch import to_device
-from evenkeel.data.dataset import InMemory, Limited, limited, sample_of
+from evenkeel.data.dataset import InMemory, Limited, length, limited, sample_of
 from evenkeel.data.loader import Seeded, loader
 from evenkeel.data.plan import ENDLESS, MicroBatch
 from evenkeel.data.sampler import ElasticSampler, Indices, by_step
@@ -679,3 +680,9 @@ def test_a_loader_collates_what_torch_collates() -> None:
     assert str(batches) == str(list(DataLoader(NESTED, batch_size=3)))
     assert type(batches[0]["pair"]) is Pair
     assert to_device(batches[0], torch.device("meta"))["nested"][1][0].device.type == "meta"
+
+
+@pytest.mark.parametrize("shapes", [(3, 4), ("circle", "cube"), ((4, 3), (4, 2))], ids=str)
+def test_a_list_of_samples_with_a_shape_is_a_data_set(shapes: tuple[Any, Any]) -> None:
+    """Only tensors are taken for columns, which is refused (tests/processes/test_checks.py)."""
+    assert length([SimpleNamespace(shape=shape) for shape in shapes], "train_dataset") == 2

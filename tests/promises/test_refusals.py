@@ -48,7 +48,7 @@ def test_a_real_refusal_under_torchrun(tmp_path: Path, command: str, expected: i
 
 @pytest.mark.slow
 def test_a_run_on_each_of_two_nodes_is_not_continued_as_one(tmp_path: Path) -> None:
-    """Each with a disk of its own, on which somebody has trained alone. The control: a run that has trained nothing."""
+    """Each with a disk of its own, on which somebody has trained alone. The control: a copy without a step."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         interrupt(0, folder, job(folder), 1, signal.SIGTERM)
@@ -56,7 +56,7 @@ def test_a_run_on_each_of_two_nodes_is_not_continued_as_one(tmp_path: Path) -> N
     assert refused in on_two_nodes(folders, 2).stderr
     shutil.rmtree(folders[1] / "checkpoints")
     (folders[1] / "metrics.jsonl").unlink()
-    write_json(folders[1] / "status.json", read(folders[1], "status.json") | {"state": "failed", "step": 0})
+    write_json(folders[1] / "status.json", read(folders[1], "status.json") | {"state": "running", "step": 0})
     assert "finished in" in on_two_nodes(folders, 0).stdout
 
 

@@ -376,6 +376,16 @@ def test_a_number_in_place_of_a_loss_is_blamed_on_the_loss() -> None:
             checked_losses((0.5, {"a": 1.0}), trains)
 
 
+def test_a_loss_that_calls_backward_is_named_and_gradients_from_before_are_not() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        (found := model(batch).sum()).backward(retain_graph=True)
+        return found
+
+    network, batch = nn.Linear(2, 1), torch.ones(1, 2)
+    assert line_of(Ended, Loss(network, loss), batch).startswith("loss() calls backward(): leave that out")
+    Loss(network, lambda model, batch: model(batch).sum())(batch)  # as if model() had trained it
+
+
 def test_a_loss_calls_collectives_only_if_it_may() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return model(batch).sum() / dist.get_world_size()

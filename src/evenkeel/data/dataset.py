@@ -213,8 +213,9 @@ def length(dataset: Any, method: str) -> int:
             f"{stream}"
         )
     parts = [*dataset.values()] if isinstance(dataset, dict) else dataset if isinstance(dataset, (list, tuple)) else []
-    shapes: list[Any] = [getattr(part, "shape", ()) for part in parts[:9]]  # samples have one shape
-    if len({*map(len, shapes)}) > 1 and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+    shapes = [part.shape for part in parts if isinstance(part, (Tensor, np.ndarray))] if len(parts) <= 3 else []
+    # samples have one number of dimensions
+    if len(shapes) == len(parts) and len({*map(len, shapes)}) > 1 and len({shape[:1] for shape in shapes}) == 1:
         what = f"{kind_of(dataset)} of {len(parts)} tensors with {shapes[0][0]} rows each"
         raise Refusal(f"{method}() returned {what}: return TensorDataset(x, y) of them, whose samples are the rows")
     try:

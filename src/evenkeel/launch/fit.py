@@ -54,18 +54,17 @@ def _in_a_line() -> Iterator[None]:
     try:
         yield
     except (Refusal, Ended) as error:
-        usual, mine = sys.excepthook, error
-
-        def told(kind: type[BaseException], other: BaseException, trace: TracebackType | None) -> None:
-            if other is not mine:
-                usual(kind, other, trace)
-            else:
-                display.say(f"evenkeel: {mine}", to_stderr=True)
-                raise SystemExit(REFUSED if isinstance(mine, Refusal) else FAILED)
-
-        if not hasattr(sys, "ps1"):  # it is no interactive Python, which would end
-            sys.excepthook = told
+        error.of_fit = True  # type: ignore[union-attr]
+        if sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):  # an interactive Python would end
+            sys.excepthook = _say_and_exit
         raise
+
+
+def _say_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not hasattr(error, "of_fit"):
+        return sys.__excepthook__(kind, error, trace)
+    display.say(f"evenkeel: {error}", to_stderr=True)
+    raise SystemExit(REFUSED if isinstance(error, Refusal) else FAILED)
 
 
 @_in_a_line()

@@ -119,12 +119,13 @@ class Interruption:
                 if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
                     _exit_now(KEYBOARD, "second stop signal: exiting without saving", output_timeout=1.0)
                 first, reason = first or time.monotonic(), signal.Signals(number).name
-                keeper_link.send("stop")
                 if keeper_link.has_keeper() and os.getppid() != self._parent:
                     reason = "the death of its keeper"
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
             self.end(reason, partial(self._rescue, reason), STOPPED)
+            if number != keeper_link.REGROUP:
+                keeper_link.send("stop")  # after the end has its limit: a keeper may not read
 
     def _end(self, rescue: Callable[[], None], code: int) -> None:
         try:

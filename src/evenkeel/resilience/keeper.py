@@ -177,12 +177,17 @@ class Keeper:
                 os.kill(pid, keeper_link.REGROUP)
 
     def _read_messages(self) -> None:
-        """Read the trainer's messages."""
-        with contextlib.suppress(BlockingIOError):
-            while some := os.read(self._pipe, 1 << 16):
-                *lines, self._partial_line = (self._partial_line + some).split(b"\n")
-                for line in lines:  # what comes meanwhile is read next
-                    self._heed(*line.decode(errors="surrogateescape").partition(" ")[::2])
+        """Read the trainer's messages, until there are no more."""
+        while True:
+            try:
+                some = os.read(self._pipe, 1 << 16)
+            except BlockingIOError:
+                return
+            if not some:  # the trainer has ended
+                return
+            *lines, self._partial_line = (self._partial_line + some).split(b"\n")
+            for line in lines:
+                self._heed(*line.decode(errors="surrogateescape").partition(" ")[::2])
 
     def _heed(self, message: str, value: str) -> None:
         self._messages[message] = value

@@ -156,4 +156,9 @@ class Peers:
 
 
 def _sockets() -> set[int]:
-    return {int(link.name) for link in Path("/proc/self/fd").iterdir() if link.is_socket()}
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(link.readlink()).startswith("socket:"):  # is_socket() would ask the file system, which may be gone
+                found.add(int(link.name))
+    return found

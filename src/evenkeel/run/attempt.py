@@ -34,7 +34,7 @@ from ..config.options import ALIKE
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
 from ..distributed.devices import describe, explain_uneven
-from ..distributed.exits import reason_of
+from ..distributed.exits import is_loss_of_a_rank, reason_of
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
 from ..resilience.interruption import REGROUPING
@@ -46,9 +46,9 @@ from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint_of_run
 from .identity import Identity, of_one_run, prepare_folder
-from .records import is_run, is_untrained, read_facts, recorded_options
+from .records import has_trained, is_run, is_untrained, read_facts, recorded_options
 from .resume import compare_bits
-from .run_directory import RunDirectory, RunState, adopt, claim, is_restart, launch_token
+from .run_directory import RunDirectory, RunState, adopt, claim, in_use, is_restart, launch_token
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
@@ -169,8 +169,9 @@ class Attempt:
         """A context that records an error once the start is recorded; `Ending` does so when there is a state."""
         try:
             yield
-        except BaseException as error:
-            if (mine := self._directory) and mine.recorded:
+        except Exception as error:
+            # the loss of another rank has another cause, such as a stop signal that this one has not handled yet
+            if (mine := self._directory) and mine.recorded and not is_loss_of_a_rank(error):
                 with contextlib.suppress(OSError):
                     mine.update("failed", reason=reason_of(error))
             raise
@@ -216,17 +217,20 @@ class Attempt:
             self.lead.directory.try_update(orders={str(epoch): digest})
 
     def _gather_records(self) -> Records:
-        status, untrained = dict[str, Any](), True
+        status, untrained, trained = dict[str, Any](), True, False
         if self.world.local_rank == 0:
             mine = self._directory
             untrained = mine.untrained if mine else is_untrained(self.path)
             facts = mine.status if mine else read_facts(self.path / "status.json")[0]
             status = recorded_options(self.path, untrained) | facts
             untrained |= not is_run(self.path)
-        tokens, statuses, nothing = zip(*self.world.gather((launch_token(), status, untrained)), strict=True)
+            # what rank 0 has locked is no copy, although a stale cache may show another run there
+            trained = (bool(mine) or not in_use(self.path)) and has_trained(self.path, facts)
+        known = self.world.gather((launch_token(), status, untrained, trained))
+        tokens, statuses, nothing, everywhere = zip(*known, strict=True)
         begun_by_this_launch = [each for each in statuses if is_restart(each, tokens)]
         may_start_over = self.config.fresh or (any(statuses) and all(nothing))
-        goes_on_from = begun_by_this_launch if may_start_over else of_one_run(self.path, statuses, nothing)
+        goes_on_from = begun_by_this_launch if may_start_over else of_one_run(self.path, statuses, everywhere)
         return Records(tokens, may_start_over, may_start_over and not begun_by_this_launch, goes_on_from)
 
     def _refuse_other_options(self) -> None:

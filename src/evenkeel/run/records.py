@@ -263,12 +263,18 @@ def is_untrained(path: Path) -> bool:
     checkpoint, weights or metrics. It may be started again with other options and data."""
     try:
         status, trouble = read_facts(path / "status.json")
-        worth = trouble or status.get("step") or status.get("state") not in ("failed", "stopped")
-        worth = worth or (path / "model.pt").exists() or MIRRORED in os.environ
-        worth = worth or (os.path.lexists(path / "checkpoints") and any((path / "checkpoints").iterdir()))
-        return not worth and not any(record["step"] for record in read_records(path / "metrics.jsonl"))
+        worth = trouble or MIRRORED in os.environ or status.get("state") not in ("failed", "stopped")
+        return not (worth or has_trained(path, status))
     except OSError:
         return False
+
+
+def has_trained(path: Path, status: Mapping[str, Any]) -> bool:
+    """Whether the run in a folder, with this status, has reached a step, or has a checkpoint, weights or metrics."""
+    checkpoints = path / "checkpoints"
+    there = status.get("step") or (path / "model.pt").exists()
+    there = there or (os.path.lexists(checkpoints) and any(checkpoints.iterdir()))
+    return bool(there) or any(record["step"] for record in read_records(path / "metrics.jsonl"))
 
 
 def is_run(path: Path) -> bool:

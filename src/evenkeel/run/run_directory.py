@@ -189,6 +189,13 @@ def claim(path: Path, run: Identity, fresh: bool, grace: float = 0.0) -> RunDire
     return RunDirectory(path, status, locked, trouble, untrained)
 
 
+def in_use(path: Path) -> bool:
+    """Whether a job has locked the folder; False also where nodes share no locks."""
+    with contextlib.suppress(OSError), (path / ".lock").open("r+b") as file:
+        return not lock(file)
+    return False
+
+
 def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
     """Store a copy of the run's options and rank 0's status on a node without rank 0, so that it can continue here
     alone. With ``fresh`` an older launch's run is moved aside; returns where.

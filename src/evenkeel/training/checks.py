@@ -249,6 +249,9 @@ def check_dense(parameters: Sequence[Tensor]) -> None:
         raise EndedHere(f"a gradient is sparse, and {DENSE}")
 
 
+TWICE = "backward through the graph a second time"
+"""What torch says where a loss keeps a graph."""
+
 KNOWN = {
     TOO_FEW: "a micro-batch has too few samples for BatchNorm in training ({error}); use another --batch-size or "
     "--micro-batch, one that leaves no single sample (python -m evenkeel plan shows the sizes), or freeze the layer",
@@ -261,7 +264,7 @@ KNOWN = {
     INPLACE: "--checkpoint-activations: the input of a block is changed in place, in the block or after it "
     "(ReLU(inplace=True), +=); return a new tensor there, or leave that block out in the task's blocks(model)",
     "SparseTensorImpl": f"a gradient is sparse, and {DENSE}",  # in DDP's buckets
-    "backward through the graph a second time": "the loss depends on what an earlier backward pass has freed: detach "
+    TWICE: "the loss depends on what an earlier backward pass has freed: detach "
     "what is used in more than one step or micro-batch (self.last = loss.detach())",
 }
 """What long errors of DDP, BatchNorm, dynamo or torch.utils.checkpoint contain -> a line."""

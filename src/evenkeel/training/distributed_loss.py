@@ -34,7 +34,7 @@ from ..distributed.transfer import Transfer
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
 from .balance import Balance
-from .checks import check_dense, explain, missing_gradients, same_parts, wrong_backward, wrong_step
+from .checks import TWICE, check_dense, explain, missing_gradients, same_parts, wrong_backward, wrong_step
 from .loss import Loss, LossFunction
 from .oom import note_batch
 from .optimization import clip_grad_norm
@@ -315,7 +315,7 @@ class DistributedLoss:
         except Exception as error:
             self.state.buffers.rewind()
             note_batch(error, self._pass.batch)
-            with seen_at(self._loss.function):
+            with seen_at(self._loss.function) if TWICE in str(error) else nullcontext():
                 explain(error, self._network)
             raise
 

@@ -67,10 +67,11 @@ class Loss(nn.Module):
                 return self._idle * 0
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
+        looks = not (self.parts or self._has_gradients())  # once; model() may have left some
         with self.computing("loss()") as model:  # here, so that every replica has it
             returned = self.function(model, batch, **({"step": self.step} if self._takes_step else {}))
         with seen_at(self.function):
-            if not self.parts and any(p.grad is not None for p in self.model.parameters()):
+            if looks and self._has_gradients():
                 raise EndedHere("loss() calls backward(): leave that out, because the training loop calls it")
             loss, parts = checked_losses(returned)
             if hasattr(loss, "to_local"):
@@ -80,6 +81,9 @@ class Loss(nn.Module):
             same_parts(self.parts[0], tuple(parts))
         loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
         return (loss, torch.stack([part.to(loss) for part in parts.values()])) if parts else loss
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.model.parameters())
 
     @contextmanager
     def computing(self, what: str) -> Iterator[nn.Module]:

@@ -88,9 +88,10 @@ class Jobs:
         until = time.monotonic() + LIMIT
         while process.poll() is None and time.monotonic() < until:
             yield
-        if process.returncode is None or (process.returncode and not stopped):
-            late = f"not over after {LIMIT:.0f} s: " * (process.returncode is None)
-            raise JobFailed(late + last_message(output))
+        if (code := process.returncode) is None:
+            raise JobFailed(f"not over after {LIMIT:.0f} s: {last_message(output)}")
+        if code and not stopped:
+            raise JobFailed(f"exit code {code}: " * (code < 0) + last_message(output))
 
     def end_all(self) -> None:
         """Kill all remaining processes and their descendants."""
