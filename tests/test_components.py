@@ -19,15 +19,15 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1725,
     "config": 595,
-    "data": 3142,
+    "data": 3143,
     "distributed": 2445,
-    "resilience": 1708,
-    "training": 6622,
-    "run": 6848,
+    "resilience": 1719,
+    "training": 6629,
+    "run": 6894,
     "tasks": 2286,
     "mirror": 565,
-    "launch": 3036,
-    "cli": 7491,
+    "launch": 3035,
+    "cli": 7492,
     "time_travel": 1678,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

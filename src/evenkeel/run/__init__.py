@@ -17,6 +17,7 @@
     ending.py         finished, stopped, failed or hung: what is saved and recorded
     run_directory.py  the folder: claim and lock it, status.json
     identity.py       whether a job may use the folder: empty, or with the same run in it; moves a run aside
+    node_records.py   what the nodes have recorded of a run: whether it goes on or starts over
     crash_loop.py     counts attempts in a row that finish no step
     checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors

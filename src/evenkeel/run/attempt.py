@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -45,39 +45,17 @@ from .checkpoint import Checkpoints, Provenance
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint_of_run
-from .identity import Identity, of_one_run, prepare_folder
-from .records import has_trained, is_run, is_untrained, read_facts, recorded_options
+from .identity import Identity, prepare_folder
+from .node_records import Records, gather_records
+from .records import read_facts
 from .resume import compare_bits
-from .run_directory import RunDirectory, RunState, adopt, claim, in_use, is_restart, launch_token
+from .run_directory import RunDirectory, RunState, adopt, claim
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Records(NamedTuple):
-    """The launch tokens of all ranks, and what the nodes have recorded of the run.
-
-                                                     may_start_over  starts_over  statuses (status.json of nodes)
-        a new run                                    no              no           none
-        one that goes on                             no              no           of each node that has it
-        --fresh, or untrained on all nodes           yes             yes          none
-        the same, restarted by the same launch       yes             no           of each node where it has begun it
-
-    So --fresh counts once for a launch (`is_restart`). Untrained: see `is_untrained`.
-    """
-
-    tokens: Sequence[str]
-    may_start_over: bool
-    starts_over: bool
-    statuses: Sequence[dict[str, Any]]
-
-    @property
-    def newest(self) -> dict[str, Any]:
-        """The newest status of any node, which says whether the run goes on or is over."""
-        return max(self.statuses, key=_age, default={})
 
 
 class Lead(NamedTuple):
@@ -186,7 +164,7 @@ class Attempt:
             Ended: too many attempts died before they finished a step, or a node cannot write.
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
-        before = self._gather_records()
+        before = gather_records(self.world, self.path, self.config.fresh, self._directory)
         # once on each node, into its own cache; its other ranks wait in the next collective
         if self.compiled and self.world.local_rank == 0:
             self._notices.append(self.compiled.unpack(before.starts_over))
@@ -215,23 +193,6 @@ class Attempt:
         """Compare the task's own order of an epoch among ranks, and record it; raises as `DataCheck.compare_order`."""
         if (digest := self.data.compare_order(epoch)) and self.lead:
             self.lead.directory.try_update(orders={str(epoch): digest})
-
-    def _gather_records(self) -> Records:
-        status, untrained, trained = dict[str, Any](), True, False
-        if self.world.local_rank == 0:
-            mine = self._directory
-            untrained = mine.untrained if mine else is_untrained(self.path)
-            facts = mine.status if mine else read_facts(self.path / "status.json")[0]
-            status = recorded_options(self.path, untrained) | facts
-            untrained |= not is_run(self.path)
-            # what rank 0 has locked is no copy, although a stale cache may show another run there
-            trained = (bool(mine) or not in_use(self.path)) and has_trained(self.path, facts)
-        known = self.world.gather((launch_token(), status, untrained, trained))
-        tokens, statuses, nothing, everywhere = zip(*known, strict=True)
-        begun_by_this_launch = [each for each in statuses if is_restart(each, tokens)]
-        may_start_over = self.config.fresh or (any(statuses) and all(nothing))
-        goes_on_from = begun_by_this_launch if may_start_over else of_one_run(self.path, statuses, everywhere)
-        return Records(tokens, may_start_over, may_start_over and not begun_by_this_launch, goes_on_from)
 
     def _refuse_other_options(self) -> None:
         """Refuse options that differ between ranks: each node has checked only its own command line and copy."""
@@ -330,7 +291,7 @@ class Attempt:
         The same on all ranks, whichever node has the run's folder. Sets `config`, `plan`, what options and fingerprint
         say of the cut, and torch's threads. Returns a line about a cut that was found, else "".
         """
-        recorded = max((it for it in before.statuses if it.get("micro_batch")), key=_age, default={})
+        recorded = before.newest_with_cut
         config, line = self._cutter(recorded), ""
         if config.micro_batch == "auto":
             found = recorded.get("micro_batch", 0)
@@ -375,8 +336,3 @@ class Attempt:
             self.say(cut_line)
             tracker.event("micro_batch", 0, micro_batch=plan.micro_batch, how=cut_line)
         self.lead = Lead(directory, tracker)
-
-
-def _age(status: dict[str, Any]) -> tuple[int, float]:
-    """Orders the statuses of nodes without a shared disk: by attempts, and of one attempt rank 0's, written last."""
-    return len(status.get("world_sizes", [])), status.get("time", 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,25 +107,6 @@ def refuse_another_run(path: Path, run: Identity) -> None:
     refuse_other_data(path, status.get("samples", {}), run.samples)
     if run.order is not None:
         refuse_other_order(path, status, run.order)
-
-
-def of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequence[bool]) -> list[dict[str, Any]]:
-    """Of each rank's status.json in ``path``, empty where its node has none, those of the run that goes on: if one has
-    trained on its node, without others that have not.
-
-    Raises:
-        Refusal: two nodes have different runs that have trained, as after a run on each alone. Without this one run's
-            record would go on from the other's checkpoint.
-    """
-    ids = {rank: it["run_id"] for rank, it in enumerate(statuses) if it.get("run_id") and trained[rank]}
-    first = min(ids, default=0)
-    for rank, run_id in ids.items():
-        if run_id != ids[first]:
-            raise Refusal(
-                f"--run-dir {near(path)}: rank {rank}'s node has another run there than rank {first}'s; move one of "
-                "them away, name another folder, or start over with --fresh"
-            )
-    return [dict(it) for it in statuses if it and it.get("run_id", "") in ("", ids.get(first, it.get("run_id")))]
 
 
 def refuse_other_data(path: Path, known: Mapping[str, int], samples: Mapping[str, int]) -> None:

@@ -208,9 +208,9 @@ class Resume:
 
 def _report_memory(state: State) -> None:
     size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
-    more = "" if state.step else ", and the optimizers' state"
-    stores = "each rank stores its part of two steps of" if state.sharding else "when a rank dies, each other leaves"
-    log.info("%s %.1f MB%s, in memory (--keeper-memory)", stores, size, more)
+    more = "" if state.step else " and the optimizers' state"
+    stores = "each rank stores its part of two steps of" if state.sharding else "if a rank dies, each other keeps"
+    log.info("%s %.1f MB%s in memory for the restart (--keeper-memory)", stores, size, more)
 
 
 def compare_bits(present: Sequence[Mapping[str, str]], manifest: Manifest | None, strict: bool) -> Differences:

@@ -1,0 +1,91 @@
+"""What the nodes have recorded of a run, which need share no disk: whether it goes on or starts over, and from what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..common.display import near
+from ..common.errors import Refusal
+from ..distributed.world import World
+from .records import has_trained, is_run, is_untrained, read_facts, recorded_options
+from .run_directory import RunDirectory, in_use, is_restart, launch_token
+
+
+class Records(NamedTuple):
+    """The launch tokens of all ranks, and what the nodes have recorded of the run.
+
+                                                     may_start_over  starts_over  statuses (status.json of nodes)
+        a new run                                    no              no           none
+        one that goes on                             no              no           of each node that has it
+        --fresh, or untrained on all nodes           yes             yes          none
+        the same, restarted by the same launch       yes             no           of each node where it has begun it
+
+    So --fresh counts once for a launch (`is_restart`). Untrained: see `is_untrained`.
+    """
+
+    tokens: Sequence[str]
+    may_start_over: bool
+    starts_over: bool
+    statuses: Sequence[dict[str, Any]]
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The newest status of any node, which says whether the run goes on or is over."""
+        return max(self.statuses, key=_age, default={})
+
+    @property
+    def newest_with_cut(self) -> dict[str, Any]:
+        """The newest that says how steps are cut; {}: none does."""
+        return max((it for it in self.statuses if it.get("micro_batch")), key=_age, default={})
+
+
+def gather_records(world: World, path: Path, fresh: bool, directory: RunDirectory | None) -> Records:
+    """Gather from all nodes what they have recorded of the run in ``path``. All ranks call it.
+
+    Args:
+        fresh: --fresh was typed.
+        directory: rank 0's handle on the folder; None on other ranks.
+
+    Raises:
+        Refusal: nodes have different runs there (:func:`_of_one_run`).
+    """
+    status, untrained, trained = dict[str, Any](), True, False
+    if world.local_rank == 0:
+        untrained = directory.untrained if directory else is_untrained(path)
+        facts = directory.status if directory else read_facts(path / "status.json")[0]
+        status = recorded_options(path, untrained) | facts
+        untrained |= not is_run(path)
+        # what rank 0 has locked is no copy, although a stale cache may show another run there
+        trained = (directory is not None or not in_use(path)) and has_trained(path, facts)
+    known = world.gather((launch_token(), status, untrained, trained))
+    tokens, statuses, nothing, everywhere = zip(*known, strict=True)
+    begun_by_this_launch = [each for each in statuses if is_restart(each, tokens)]
+    may_start_over = fresh or (any(statuses) and all(nothing))
+    goes_on_from = begun_by_this_launch if may_start_over else _of_one_run(path, statuses, everywhere)
+    return Records(tokens, may_start_over, may_start_over and not begun_by_this_launch, goes_on_from)
+
+
+def _of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequence[bool]) -> list[dict[str, Any]]:
+    """Of each rank's status.json in ``path``, empty where its node has none, those of the run that goes on: if one has
+    trained on its node, without others that have not.
+
+    Raises:
+        Refusal: two nodes have different runs that have trained, as after a run on each alone. Without this one run's
+            record would go on from the other's checkpoint.
+    """
+    ids = {rank: it["run_id"] for rank, it in enumerate(statuses) if it.get("run_id") and trained[rank]}
+    first = min(ids, default=0)
+    for rank, run_id in ids.items():
+        if run_id != ids[first]:
+            raise Refusal(
+                f"--run-dir {near(path)}: rank {rank}'s node has another run there than rank {first}'s; move one of "
+                "them away, name another folder, or start over with --fresh"
+            )
+    return [dict(it) for it in statuses if it and it.get("run_id", "") in ("", ids.get(first, it.get("run_id")))]
+
+
+def _age(status: dict[str, Any]) -> tuple[int, float]:
+    """Orders the statuses of nodes without a shared disk: by attempts, and of one attempt rank 0's, written last."""
+    return len(status.get("world_sizes", [])), status.get("time", 0.0)
