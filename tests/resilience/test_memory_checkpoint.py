@@ -1,6 +1,7 @@
 """A state in memory that a keeper shares: whole or not there; and what keepers tell each other without a store."""
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -10,14 +11,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from evenkeel.common import keeper_link
 from evenkeel.resilience import memory_checkpoint
 from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, rank_memory
 from evenkeel.resilience.peers import Peers
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.saver import Saver
+from evenkeel.training.state import State
 from tests.support.processes import free_port, wait_until
 from tests.support.small_runs import bytes_in_memory
 
@@ -205,3 +211,25 @@ def test_a_store_that_has_ended_is_lost_without_a_stack_of_c_plus_plus(
     assert not peers.hears_of_death()
     assert peers._store is None
     assert ("TCPStore" in capfd.readouterr().err) == (not looks)
+
+
+def test_a_rescue_needs_no_disk_where_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks the disk whether the step is there, and a disk that fails cannot say."""
+    model = nn.Linear(2, 2)
+    state = State(model, [torch.optim.SGD(model.parameters())])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.commit(torch.tensor(1.0))
+    (folder := tmp_path / "checkpoints").mkdir()
+    saver, stat = Saver(Checkpoints(folder, 2), [torch.device("cpu")], 4.0, lambda _step: None, memory=True), os.stat
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(folder)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(rank_memory, "descriptor", os.memfd_create("state"))
+    monkeypatch.setattr(rank_memory, "facts", {})
+    monkeypatch.setattr(os, "stat", fail)
+    assert saver.rescue(state, 0, in_place=True) == "step 1 is stored in memory"
+    assert rank_memory.facts["step"] == 1

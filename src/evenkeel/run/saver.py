@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -131,6 +132,12 @@ class Saver:
         facts = facts_of(self.checkpoints, captured["step"], metrics, kind)
         return self._keeper_memory and rank_memory.store(partial(torch.save, captured), facts)
 
+    def _newest_on_disk(self) -> int:
+        """The newest step there; 0 if the disk fails, which must not keep a rescue out of memory."""
+        with contextlib.suppress(OSError):
+            return self.checkpoints.newest_step()
+        return 0
+
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
         """Save the last finished step from this rank, unless another rank of the node has done so; returns the result
         as text. From any thread.
@@ -150,7 +157,7 @@ class Saver:
             # no more steps be committed; a GPU that hangs may still commit one.
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
-            new = captured["step"] > self.checkpoints.newest_step()
+            new = captured["step"] > self._newest_on_disk()
             # not taken: the thread is still writing, and would discard this state in memory with its own
             if in_place and taken and new and self._store_in_memory(captured, {}, "snapshot"):
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
