@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2445,
     "resilience": 1719,
     "training": 6629,
-    "run": 6894,
+    "run": 6901,
     "tasks": 2286,
     "mirror": 565,
     "launch": 3035,
