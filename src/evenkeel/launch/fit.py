@@ -69,7 +69,7 @@ def _say_and_exit(kind: type[BaseException], error: BaseException, trace: Traceb
 
 @_in_a_line()
 def fit(
-    task: str | type[Task], processes: int = 1, script: str | Path = "train.py", **options: Any
+    task: str | type[Task], *more: Any, processes: int = 1, script: str | Path = "train.py", **options: Any
 ) -> tuple[dict[str, float], nn.Module]:
     """Train as train.py does, to the end of the run: the same folder, the same bits; the same call continues.
 
@@ -95,9 +95,8 @@ def fit(
     """
     if "RANK" in os.environ:
         raise Refusal("fit: torchrun has started this process; start train.py by torchrun, or this program without it")
-    given: list[Any] = [processes, *options.values()]
-    values = [part for value in given for part in (value if isinstance(value, (list, tuple)) else [value])]
-    if isinstance(given[0], (list, tuple)) or any(getattr(it, "shape", ()) or isinstance(it, Dataset) for it in values):
+    values = [part for value in options.values() for part in (value if isinstance(value, (list, tuple)) else [value])]
+    if more or any(getattr(value, "shape", ()) or isinstance(value, Dataset) for value in values):
         raise Refusal(f"fit({_shown(task)}, ...): give one task; {DATA}")
     if not isinstance(processes, int) or processes < 1:
         raise Refusal(f"fit(processes={processes!r}): must be a whole number from 1 on")
