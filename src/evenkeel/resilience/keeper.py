@@ -293,7 +293,8 @@ class Keeper:
             give_up()
         # a trainer ends so at a second Ctrl-C; one that has not sent --grace, at the first: it handled no signals yet
         self._exit_at_once |= code == KEYBOARD and "grace" in self._messages
-        code = code if self._await_written() else KEYBOARD
+        if not self._await_written():
+            code = KEYBOARD
         end_store()
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trainer has left a core file, if one is wanted

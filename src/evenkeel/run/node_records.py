@@ -83,7 +83,8 @@ def _of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequ
                 f"--run-dir {near(path)}: rank {rank}'s node has another run there than rank {first}'s; move one of "
                 "them away, name another folder, or start over with --fresh"
             )
-    return [dict(it) for it in statuses if it and it.get("run_id", "") in ("", ids.get(first, it.get("run_id")))]
+    goes_on = ids.get(first)
+    return [dict(it) for it in statuses if it and (not goes_on or it.get("run_id") in (goes_on, "", None))]
 
 
 def _age(status: dict[str, Any]) -> tuple[int, float]:

@@ -203,10 +203,9 @@ def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bo
     On a shared file system the folder is rank 0's own, which holds its lock, and nothing is done.
     """
     mine, _ = read_facts(path / "status.json")
-    with (path / ".lock").open("ab") as file:
-        # rank 0's own: known by its lock, although a cache is stale, and by its status, although nodes share no locks
-        if not lock(file) or mine == {name: fact for name, fact in status.items() if fact is not None}:
-            return None
+    # rank 0's own: known by its lock, although a cache is stale, and by its status, although nodes share no locks
+    if in_use(path) or mine == {name: fact for name, fact in status.items() if fact is not None}:
+        return None
     aside = move_aside(path) if fresh and not is_restart(mine, status["launch"]) and is_run(path) else None
     _write_config(path, options)
     # only rank 0 learns of finished steps, so the count would soon be wrong here

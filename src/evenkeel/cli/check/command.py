@@ -188,11 +188,11 @@ class Check:
             text = what.get(name, f"--reduce {kind} on {ranks} rank{'s' * (ranks != '1')}")
             if why is not None:
                 del self.missing[name]
-            first = next((it for it in self.missing.values() if why and alike(it, why)), why)
-            self.missing |= {name: first} if first else {}
+            twin = next((it for it in self.missing.values() if why and alike(it, why)), None)
+            self.missing |= {name: twin or why} if why else {}
             if why != "":
                 self._say(f"{text}: {why}" if why else f"job {self.begun} of {JOBS}: {text}")
-            if why and first in [it for other, it in self.missing.items() if other != name]:
+            if twin:
                 left = [it for it, text in self.missing.items() if text.endswith(HALTED)]
                 self.missing |= dict.fromkeys(left, "not run: two jobs have failed with the same error")
                 raise JobFailed

@@ -139,10 +139,11 @@ class Left:
     def _absent(self, row: Row, *jobs: str) -> Row | None:
         """The row if one of the jobs it needs has failed or was not run."""
         whys = [self.missing[job] for job in jobs if job in self.missing]
-        for why in sorted(whys, key=lambda why: why.startswith("not run: ")):  # those that failed first
-            result = UNCHECKED if why.startswith("not run: ") else FAILED
-            return row._replace(result=result, figure=why.removeprefix("not run: "))
-        return None
+        if not whys:
+            return None
+        why = min(whys, key=lambda why: why.startswith("not run: "))  # rather one that has failed
+        result = UNCHECKED if why.startswith("not run: ") else FAILED
+        return row._replace(result=result, figure=why.removeprefix("not run: "))
 
     def _on_ranks(
         self, row: Row, reduce: str, read: Callable[[str], dict[Any, Any]], remedy: str, line: str, limit: float = 0.0
