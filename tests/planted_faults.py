@@ -126,7 +126,7 @@ a checkpoint gets its name before it is on the disk
     - content = (path / MANIFEST).read_bytes()
     + self.write(f"checkpoints/{path.name}/{MANIFEST}", content := (path / MANIFEST).read_bytes())
 a checkpoint's sha256 is not compared
-    run/checkpoint.py | tests/run | tests/promises/test_damage.py
+    run/manifest.py | tests/run | tests/promises/test_damage.py
     - != written.sha256
     + == None
 a resume does the last step again
@@ -242,7 +242,7 @@ a start deletes rows that an earlier attempt still writes
     - folder_locked(folder, until):
     + folder_locked(folder):
 ranks that divide the files of a checkpoint verify the first one twice
-    run/checkpoint.py | tests/run/test_sharded_checkpoint.py
+    run/manifest.py | tests/run/test_sharded_checkpoint.py
     - [rank::ranks]
     + [: rank + 1]
 a state in memory is read by its path alone, which another container may have as well

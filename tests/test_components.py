@@ -21,14 +21,14 @@ BUDGET = {
     "config": 595,
     "data": 3143,
     "distributed": 2445,
-    "resilience": 1720,
+    "resilience": 1722,
     "training": 6629,
-    "run": 6902,
+    "run": 6922,
     "tasks": 2286,
-    "mirror": 565,
+    "mirror": 567,
     "launch": 3034,
-    "cli": 7493,
-    "time_travel": 1678,
+    "cli": 7496,
+    "time_travel": 1681,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

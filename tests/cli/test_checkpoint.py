@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evenkeel.run.checkpoint import MANIFEST, STATE, Checkpoints, Provenance, step_folders
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import MANIFEST, Provenance, step_folders
+from evenkeel.run.state_files import STATE
 from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import as_it_was_before_kinds, edit_manifest, flip_a_bit, state, unfit
 from tests.support.processes import EVENKEEL, checked, contents_of, run

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from evenkeel.cli.compare import compare_digests, last_digests
-from evenkeel.run.checkpoint import Checkpoints, Provenance
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance
 from tests.run.test_fingerprint import OTHER, another_machine
 from tests.support.processes import TRAIN, run, run_forked
 from tests.support.small_runs import job

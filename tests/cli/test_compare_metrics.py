@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from evenkeel.cli.compare_metrics import as_json, measured, table
-from evenkeel.run.checkpoint import Checkpoints, Provenance
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance
 from tests.cli.test_compare import compare
 
 

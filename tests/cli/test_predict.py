@@ -8,7 +8,8 @@ import torch
 
 from evenkeel.cli.predict import PredictCommand, table
 from evenkeel.common.errors import Refusal
-from evenkeel.run.checkpoint import Checkpoints, Provenance
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance
 
 STATE = {"step": 3, "model": {}, "optimizers": []}
 

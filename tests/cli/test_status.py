@@ -16,7 +16,8 @@ from rich.console import Console
 
 from evenkeel.cli.follow import _Follower
 from evenkeel.cli.status import Metrics, Runs, _view, as_json, status_of
-from evenkeel.run.checkpoint import Checkpoints, Provenance, read_manifest
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance, read_manifest
 from tests.support.components import has
 from tests.support.damage import leave_damaged
 from tests.support.processes import EVENKEEL, evenkeel, read, run

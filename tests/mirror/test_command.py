@@ -7,7 +7,8 @@ import pytest
 from evenkeel.common.errors import Refusal
 from evenkeel.mirror.command import with_local_copies
 from evenkeel.mirror.store import Store
-from evenkeel.run.checkpoint import STATE, step_folders, step_of, verify
+from evenkeel.run.manifest import step_folders, step_of, verify
+from evenkeel.run.state_files import STATE
 from tests.mirror.test_store import cut, saved, state_of
 from tests.support.s3 import port, store  # noqa: F401  (fixtures)
 

@@ -19,7 +19,8 @@ from evenkeel.mirror import lease
 from evenkeel.mirror.copying import DONE, Copier
 from evenkeel.mirror.lease import NAME, Lease
 from evenkeel.mirror.store import Store
-from evenkeel.run.checkpoint import MANIFEST, Checkpoints, Provenance, load, step_folders, step_of
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import MANIFEST, Provenance, load, step_folders, step_of
 from tests.support import s3
 from tests.support.s3 import port, store  # noqa: F401  (fixtures)
 

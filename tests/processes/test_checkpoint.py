@@ -5,7 +5,8 @@ import socket
 import sys
 from pathlib import Path
 
-from evenkeel.run.checkpoint import Checkpoints, Provenance
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance
 from tests.promises import test_shard
 from tests.run.test_checkpoint import (
     disk,  # noqa: F401  (a fixture)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from evenkeel.run.checkpoint import load, step_folders
+from evenkeel.run.manifest import load, step_folders
 from evenkeel.training.state_dicts import sha256
 from tests.cli.test_checkpoint import checkpoint
 from tests.support.processes import TRAIN, fork, run_forked

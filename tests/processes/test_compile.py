@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.run.checkpoint import Checkpoints, Provenance
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance
 from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, finish_all, fork_ranks, records, run, run_forked, start, torchrun, wait_until

@@ -15,7 +15,8 @@ import pytest
 
 from evenkeel.common.processes import process_name
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
-from evenkeel.run.checkpoint import Checkpoints, Provenance
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance
 from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.needs import small_disk

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from evenkeel.run.checkpoint import load
+from evenkeel.run.manifest import load
 from evenkeel.training.ema import averaged
 from evenkeel.training.state_dicts import sha256
 from tests.support import small_runs as runs

@@ -10,7 +10,7 @@ import torch
 
 from evenkeel.common.files import write_json
 from evenkeel.resilience.interruption import STOPPED
-from evenkeel.run.checkpoint import STATE
+from evenkeel.run.state_files import STATE
 from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import seal
 from tests.support import processes

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import MeanSquaredError
 
-from evenkeel.run.checkpoint import read_manifest, step_folders
+from evenkeel.run.manifest import read_manifest, step_folders
 from tests.support import small_runs as runs
 from tests.support.measured_task import Measured, of_scores
 from tests.support.processes import TRAIN, fork_ranks, read, records, run, run_forked, torchrun, wait_until

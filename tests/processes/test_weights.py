@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenkeel.run.checkpoint import STATE, step_folders
+from evenkeel.run.manifest import step_folders
+from evenkeel.run.state_files import STATE
 from evenkeel.run.weights import read_weights
 from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import flip_a_bit

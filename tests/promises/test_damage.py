@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.run.checkpoint import MANIFEST, STATE, Damaged, load, step_folders, step_of
+from evenkeel.run.manifest import MANIFEST, load, step_folders, step_of
+from evenkeel.run.state_files import STATE, Damaged
 from tests.run.test_checkpoint import unfit
 from tests.support.components import has
 from tests.support.processes import TRAIN, Done, finish, fork, read, run, run_forked, wait_until

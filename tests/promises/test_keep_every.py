@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from evenkeel.run.checkpoint import load, read_manifest, step_folders, step_of, verify
+from evenkeel.run.manifest import load, read_manifest, step_folders, step_of, verify
 from evenkeel.training.staging import named_tensors
 from tests.support.processes import TRAIN, fork, run_forked
 from tests.support.small_runs import job, stop_at

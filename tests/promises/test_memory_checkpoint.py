@@ -13,7 +13,8 @@ import pytest
 from evenkeel.common.processes import process_name
 from evenkeel.resilience.interruption import KEYBOARD
 from evenkeel.resilience.memory_checkpoint import TRIES
-from evenkeel.run.checkpoint import Checkpoints, Provenance, step_of
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance, step_of
 from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, Process, finish, fork, read, start, torchrun, wait_until, wait_until_gone

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.run.checkpoint import Checkpoints, Provenance, load
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance, load
 from tests.support import small_runs as runs
 from tests.support.components import has
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until

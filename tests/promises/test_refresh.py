@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.run.checkpoint import load, step_folders
+from evenkeel.run.manifest import load, step_folders
 from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, records, run_forked, start, torchrun

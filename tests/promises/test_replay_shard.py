@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.run.checkpoint import MANIFEST
+from evenkeel.run.manifest import MANIFEST
 from evenkeel.run.state_files import dump
 from tests.promises.test_sharded_state import QUIET, SHARD, job
 from tests.support import needs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.run.checkpoint import load
+from evenkeel.run.manifest import load
 from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork_ranks, read, records, run_forked, wait_until

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.run.checkpoint import load
+from evenkeel.run.manifest import load
 from tests.run.test_checkpoint import flip_a_bit, same
 from tests.support import needs, processes
 from tests.support import small_runs as runs

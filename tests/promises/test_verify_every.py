@@ -11,7 +11,7 @@ from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import Step
 from evenkeel.distributed.world import World
-from evenkeel.run.checkpoint import load
+from evenkeel.run.manifest import load
 from evenkeel.run.verified_loss import VerifiedLoss
 from evenkeel.training.digest import on_host
 from evenkeel.training.staging import named_tensors as flat

@@ -23,17 +23,9 @@ import pytest
 import torch
 
 from evenkeel.common.files import write_json
-from evenkeel.run.checkpoint import (
-    MANIFEST,
-    STATE,
-    Checkpoints,
-    Damaged,
-    Provenance,
-    load,
-    read_manifest,
-    step_of,
-    verify,
-)
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import MANIFEST, Provenance, load, read_manifest, step_of, verify
+from evenkeel.run.state_files import STATE, Damaged
 from tests.support.needs import small_disk
 from tests.support.processes import wait_until
 from tests.support.raised import line_of

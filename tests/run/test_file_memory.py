@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from evenkeel.cli.checkpoint import ExportModel, InspectCheckpoint, VerifyCheckpoints
-from evenkeel.run.checkpoint import Checkpoints, load
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import load
 from evenkeel.run.sharded_checkpoint import write_rows
 from evenkeel.run.weights import read_weights
 from evenkeel.training.file_memory import SMALL, on_disk

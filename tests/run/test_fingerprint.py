@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import evenkeel
 from evenkeel.run import fingerprint as fingerprint_module
-from evenkeel.run.checkpoint import read_manifest
 from evenkeel.run.fingerprint import COMPUTING, UNSET, describe, differences, fingerprint, rank_differences
+from evenkeel.run.manifest import read_manifest
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.registry import load_task
 from evenkeel.training.determinism import EXACT_NCCL, fix_arithmetic

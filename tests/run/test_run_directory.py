@@ -369,8 +369,8 @@ def test_a_run_that_has_trained_nothing_is_started_again(path: Path) -> None:
     directory.release()
     (path / "checkpoints").mkdir()
     directory = claim(path, other, fresh=False, samples={"training": 4})
-    assert directory.start_over(["its launch"]) is None, "a restart"
-    assert directory.start_over(["another"]) == path
+    assert directory.start_over(["its launch"]) == "", "a restart"
+    assert directory.start_over(["another"]) == f"nothing was trained in {path}; starting again"
     directory.begin(other, ["another"])
     assert (directory.attempts, directory.status["fruitless"], directory.status.get("samples")) == (2, 1, None)
     directory.update("failed", step=0)
@@ -410,12 +410,12 @@ def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
     (path / "model.pt").write_text("precious")
     (path / "streams").mkdir()  # states of the old run's data
     directory = claim(path, OPTIONS | {"seed": 1}, fresh=True)
-    aside = directory.start_over([""])
+    line = directory.start_over([""])
     (old,) = old_ones(path)
     assert (old / "model.pt").read_text() == "precious"
     assert read_json(old / "status.json")["step"] == 7
     assert sorted(entry.name for entry in path.iterdir()) == [".lock", "status.json"]
-    assert aside == old
+    assert line == f"--fresh: the run that was in {path} is now in {old}"
     assert (directory.status, directory.attempts) == ({}, 0)
     assert "is in use" in refusal_of(claim, path, OPTIONS, fresh=False)
     directory.begin(OPTIONS | {"seed": 1}, [""])
@@ -446,7 +446,7 @@ def test_to_start_over_leaves_alone_what_is_not_the_runs(path: Path) -> None:
 def test_to_start_over_in_this_folder_names_the_old_one_after_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(path)
     monkeypatch.chdir(path)
-    assert claim(Path(), OPTIONS, fresh=True).start_over([""]) == old_ones(path)[0]
+    assert claim(Path(), OPTIONS, fresh=True).start_over([""]).endswith(f" is now in {old_ones(path)[0]}")
 
 
 def test_to_start_over_behind_a_link_to_another_file_system(path: Path) -> None:
@@ -460,7 +460,7 @@ def test_to_start_over_behind_a_link_to_another_file_system(path: Path) -> None:
         started(path)
         with pytest.raises(OSError, match="cross-device"):  # the control: beside the link there is no way
             (target / "config.toml").rename(path.parent / "config.toml")
-        aside = claim(path, OPTIONS, fresh=True).start_over([""])
+        aside = Path(claim(path, OPTIONS, fresh=True).start_over([""]).rpartition(" is now in ")[2])
         assert aside.parent == target.parent
         assert read_config(aside / "config.toml") == OPTIONS
         assert path.is_symlink()
@@ -473,7 +473,7 @@ from tests.run.test_run_directory import OPTIONS, claim, read_config, started
 path = Path(sys.argv[1])
 started(path)
 for _ in range(2):
-    aside = claim(path, OPTIONS, fresh=True).start_over([""])
+    aside = Path(claim(path, OPTIONS, fresh=True).start_over([""]).rpartition(" is now in ")[2])
     assert aside.parent == path and read_config(aside / "config.toml") == OPTIONS, aside
     claim(path, OPTIONS, fresh=False).begin(OPTIONS, [""])
 assert sorted(entry.name for entry in path.parent.iterdir()) == ["mine"]

@@ -16,10 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from evenkeel.common.files import lock, write_json
-from evenkeel.run.checkpoint import Checkpoints, Damaged, Provenance, facts_of, load, read_manifest, step_of, verify
+from evenkeel.run.checkpoint import Checkpoints, facts_of
+from evenkeel.run.manifest import Provenance, load, read_manifest, step_of, verify
 from evenkeel.run.sharded_checkpoint import await_whole, await_writers, write_rows, write_slots
 from evenkeel.run.sharded_resume import common_step
-from evenkeel.run.state_files import file_of, read_parts, rows_of
+from evenkeel.run.state_files import Damaged, file_of, read_parts, rows_of
 from evenkeel.training.slots import Slots
 from evenkeel.training.staging import Staging, map_tensors
 from tests.run.test_checkpoint import same

@@ -22,7 +22,8 @@ from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.run.attempt import Attempt
-from evenkeel.run.checkpoint import Checkpoints, Provenance, load
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.manifest import Provenance, load
 from evenkeel.run.run import Run
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.seqlock import Seqlock, Torn

@@ -20,9 +20,10 @@ from ..common.errors import Ended, Refusal
 from ..common.files import write_atomically
 from ..common.naming import shown
 from ..config import Flag, MaybePath, option
-from ..run.checkpoint import Checkpoints, Damaged, Manifest, is_step_folder, load, read_manifest, step_folders, step_of
+from ..run.checkpoint import Checkpoints
+from ..run.manifest import Manifest, is_step_folder, load, read_manifest, step_folders, step_of
 from ..run.records import best_in
-from ..run.state_files import Want
+from ..run.state_files import Damaged, Want
 
 PLACES = "name a run directory, its checkpoints folder or one step-* folder"
 

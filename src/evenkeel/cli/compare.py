@@ -18,8 +18,9 @@ import tyro
 from ..common.display import say
 from ..common.errors import Refusal
 from ..config import Flag
-from ..run.checkpoint import Damaged, step_folders, step_of
+from ..run.manifest import step_folders, step_of
 from ..run.records import read_facts, read_records
+from ..run.state_files import Damaged
 from . import compare_metrics
 from .digests import Verdict, causes, compare_digests, digests_of, last_digests, name_tensors
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..common.arguments import flag
 from ..config import HARMLESS
-from ..run.checkpoint import Checkpoints, load
+from ..run.checkpoint import Checkpoints
 from ..run.fingerprint import describe, differences
+from ..run.manifest import load
 from ..run.records import read_config, read_facts, read_records
 
 MOST = 12

@@ -24,8 +24,10 @@ from ..common.errors import REFUSED, Refusal
 from ..common.processes import AGENT_SIGNALS
 from ..config import changed_options
 from ..resilience.interruption import STOPPED
-from ..run.checkpoint import MANIFEST, Checkpoints, Damaged, Manifest, Provenance, read_manifest, step_of
+from ..run.checkpoint import Checkpoints
+from ..run.manifest import MANIFEST, Manifest, Provenance, read_manifest, step_of
 from ..run.records import read_config
+from ..run.state_files import Damaged
 from . import lease
 from .store import FILES, Store
 

@@ -24,8 +24,8 @@ from fsspec.core import url_to_fs
 from ..common.display import say
 from ..common.errors import Refusal
 from ..common.files import write_atomically
-from ..run.checkpoint import MANIFEST, Damaged, Manifest, read_manifest, step_of, verify
-from ..run.state_files import WrittenFile
+from ..run.manifest import MANIFEST, Manifest, read_manifest, step_of, verify
+from ..run.state_files import Damaged, WrittenFile
 
 FILES = ("config.toml", "status.json", "metrics.jsonl", "ranks.jsonl", "summary.json", "model.pt")
 """Of the run's folder: what the next start, `report` and `predict` need, and the result."""

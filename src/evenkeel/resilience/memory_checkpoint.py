@@ -21,6 +21,7 @@ import signal
 import struct
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -56,7 +57,7 @@ class MemoryCheckpoint(NamedTuple):
 class SlotCheckpoint(NamedTuple):
     """The same of a sharded run: what is in a rank's slots, which stay open."""
 
-    step: int  # the newer one
+    step: int  # of the newer slot
     slots: list[int]
 
 
@@ -196,21 +197,22 @@ class KeeperMemory:
             self._slots = self._slots or new_slots()
 
     def hand_over(self) -> None:
-        """Give the trainer its memory to write to, and its predecessor's state; called in the trainer."""
+        """In the trainer: give it memory to write to, and the last trainer's state as `RankMemory.previous`."""
         # older states, which children of the keeper still write: not needed here
         being_written = {it.descriptor for it, _ in self._writers.values() if isinstance(it, MemoryCheckpoint)}
         for descriptor in being_written - {self._checkpoint and self._checkpoint.descriptor}:
             os.close(descriptor)
         rank_memory.inherit(self._trainer_descriptor, self._checkpoint, self._slots)
-        keeper = os.getppid()
+        keeper_link.before_exit(partial(self._save_if_orphaned, os.getppid()))
 
-        def save_orphaned() -> None:
-            if rank_memory.facts and os.getppid() != keeper:  # the keeper died before it could write the state
-                self._save(MemoryCheckpoint(rank_memory.descriptor, rank_memory.facts))
-            elif os.getppid() != keeper and (stored := self._in_slots()):
-                self._save(stored)
-
-        keeper_link.before_exit(save_orphaned)
+    def _save_if_orphaned(self, keeper: int) -> None:
+        """In the trainer, at its end: write its state to the disk itself if its keeper, a pid, has died."""
+        if os.getppid() == keeper:
+            return
+        if rank_memory.facts:
+            self._save(MemoryCheckpoint(rank_memory.descriptor, rank_memory.facts))
+        elif stored := self._in_slots():
+            self._save(stored)
 
     def take(self, facts_json: str) -> None:
         """Take over what the trainer has stored, after its end, and start to write it.

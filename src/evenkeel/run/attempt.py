@@ -41,11 +41,12 @@ from ..resilience.interruption import REGROUPING
 from ..training.cut import Cutter
 from ..training.task import Task
 from . import crash_loop, tracking
-from .checkpoint import Checkpoints, Provenance
+from .checkpoint import Checkpoints
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, fingerprint_of_run
 from .identity import Identity, prepare_folder
+from .manifest import Provenance
 from .node_records import Records, gather_records
 from .records import read_facts
 from .resume import compare_bits
@@ -59,7 +60,7 @@ T = TypeVar("T")
 
 
 class Lead(NamedTuple):
-    """What only rank 0 has in an attempt that has begun; `directory` is its `Attempt._directory`."""
+    """What only rank 0 has, once an attempt has begun."""
 
     directory: RunDirectory
     tracker: tracking.Tracker
@@ -137,7 +138,8 @@ class Attempt:
         if reason == REGROUPING:
             return
         if (mine := self._directory) and mine.recorded:
-            # a later attempt may have a state in memory only; a run that is "stopped" without one on disk is untrained
+            # stays "running" after a restart: the state may be in memory alone yet, and `is_untrained` takes a run that
+            # is "stopped" and has no checkpoint for one that may be started again with other options
             state: RunState = "stopped" if mine.attempts == 1 else "running"
             with contextlib.suppress(OSError):
                 mine.update(state, reason=reason, **crash_loop.CLEARED)
@@ -226,10 +228,8 @@ class Attempt:
 
     def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
-        if before.may_start_over and (aside := directory.start_over(before.tokens)):
-            moved = f"--fresh: the run that was in {near(self.path)} is now in {near(aside)}"
-            kept = f"nothing was trained in {near(aside)}; starting again"
-            self.say(f"evenkeel: {kept if aside == self.path else moved}")
+        if before.may_start_over and (line := directory.start_over(before.tokens)):
+            self.say(f"evenkeel: {line}")
         # another node may have gone on without this one
         status = directory.status = before.newest or directory.status
         if self._finished(status):

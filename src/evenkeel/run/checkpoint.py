@@ -1,96 +1,37 @@
-"""The committed state on disk.
+"""The folder of a run's checkpoints: writing them, which ones stay, and the newest that is undamaged.
 
-    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else (sharded: see state_files.py)
-                              manifest.json   see :class:`Manifest`
-
-A checkpoint is written under a hidden name and renamed when all of it is on the disk, so a folder called step-* is
-complete. Older ones are deleted only after that, and are renamed first. What a kill in the middle leaves has a hidden
-name; the next start deletes or restores it. A *snapshot* is an unplanned checkpoint: a surviving rank saved it when the
-job was stopped or had failed.
-
-torch is imported where it is used: listing checkpoints takes a tenth of a second, importing torch two.
+A checkpoint (manifest.py) is written under a hidden name and renamed when all of it is on the disk, so a folder called
+step-* is complete. Older ones are deleted only after that, and are renamed first. What a kill in the middle leaves has
+a hidden name; the next start deletes or restores it. A *snapshot* is an unplanned checkpoint: a surviving rank saved it
+when the job was stopped or had failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
-import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ..common.deadlines import FOREVER
-from ..common.files import folder_locked, read_json, sha256_of, sync_folder, unfinished, write_json
-from ..common.naming import TEST, full_name, named
-from .state_files import STATE as STATE
-from .state_files import Damaged as Damaged
-from .state_files import Want, WrittenFile, clean, clean_locked, dump, read_state, replaced, set_aside, state_files
+from ..common.files import folder_locked, read_json, sync_folder, unfinished, write_json
+from ..common.naming import TEST, named
+from .manifest import MANIFEST, Kind, Manifest, Provenance, load, manifest_of, read_manifest, step_folders, step_of
+from .state_files import STATE, Damaged, clean, clean_locked, dump, replaced, set_aside
 
 LEFT_BEHIND = 600.0
 """Seconds without a write, after which an incomplete checkpoint is one of a killed process."""
 
 WRITER_TIMEOUT = 10.0
 """Seconds that a planned checkpoint waits for another writer. A rescue waits for the first half of --grace."""
-
-MANIFEST = "manifest.json"
-
-Kind = Literal["checkpoint", "snapshot"]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The description of a checkpoint. Older ones lack some fields, which are then empty or None."""
-
-    step: int
-    time: float
-    """The time of writing, in seconds since 1970."""
-    kind: Kind
-    host: str
-    metrics: dict[str, float]
-    """The evaluation at this step, empty if there was none."""
-    best_by: tuple[str, str] | None
-    """The run's (metric, "max" or "min")."""
-    fingerprint: dict[str, str]
-    """The facts that its bits depend on (fingerprint.py), by part."""
-    bits_void_from: int | None
-    """The step after which its bits may differ from those of an undisturbed run; None: they do not."""
-    files: dict[str, WrittenFile]
-    """Its files by name; those with the state (state_files.py) are among them."""
-    keep_every: int = 0
-    """The run's --keep-every when it was written."""
-
-    @property
-    def kept_for_ever(self) -> bool:
-        """True for a checkpoint of --keep-every, whatever that option is by now."""
-        return bool(self.keep_every) and self.step % self.keep_every == 0
-
-
-@dataclass
-class Provenance:
-    """What all checkpoints of a run say of it (see `Manifest`). `Attempt` owns it; its fields say who else sets them.
-
-    Nothing of it changes after the first evaluation.
-    """
-
-    best_by: tuple[str, str] | None = None
-    """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `Resume`, and by
-    `Evaluator`, as only an evaluation shows whether the loss is the only metric."""
-    fingerprint: dict[str, str] = field(default_factory=dict)
-    """`Attempt` completes it when the cut is decided; `Resume` sets rank 0's on all ranks."""
-    bits_void_from: int | None = None
-    """Set by `Resume`."""
-    run_id: str = ""
-    """The run's, in status.json; set by `Attempt` once the start is recorded. A process that finds another one there is
-    left of the run before, and writes nothing; empty: it does not look."""
 
 
 @dataclass
@@ -117,7 +58,7 @@ class Checkpoints:
         return max(map(step_of, self.all()), default=0)
 
     def newest_named_step(self) -> int:
-        """The last step that a folder is named after, or was (see `replaced`), complete or not; 0 if there is none."""
+        """Step of the newest checkpoint, complete or not, also if only its old copy is there (`replaced`); else 0."""
         return max(map(step_of, [*step_folders(self.folder), *replaced(self.folder).values()]), default=0)
 
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
@@ -170,8 +111,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def locked(self, until: float) -> Iterator[bool]:
-        """Lock out other writers; yields whether there is no other. Waits as long as another one makes progress, and at
-        least until a moment.
+        """Lock out other writers: waits for another one until a moment, and longer while it makes progress. Yields
+        whether there is no other now.
 
         Two at once only cost time and space: each writes under its own name and gives up if the other was faster.
         Raises OSError as :func:`refuse_stale_writer`.
@@ -207,7 +148,7 @@ class Checkpoints:
         try:
             temporary.replace(final)
         except OSError as error:
-            # not if another writer was faster: after the same step all ranks have the same state
+            # another writer was faster: as good as saved, since after the same step all ranks have the same state
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 if old.exists() and not final.exists():
                     old.replace(final)
@@ -224,10 +165,10 @@ class Checkpoints:
 
     def _delete(self, path: Path) -> None:
         """Rename a checkpoint, then delete it; one that cannot be deleted stays."""
-        unnamed = self.folder / f".{path.name}.tmp"
+        hidden = unfinished(path)
         with contextlib.suppress(OSError):
-            path.replace(unnamed)
-            shutil.rmtree(unnamed)
+            path.replace(hidden)
+            shutil.rmtree(hidden)
 
     def newest_manifest(self, *, step: int | None = None) -> Manifest | None:
         """The newest readable manifest, or that of a step; its files are not checked."""
@@ -306,88 +247,3 @@ def known_step(checkpoints: Checkpoints) -> int | str:
         return checkpoints.newest_step()
     except OSError:
         return "?"
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Everything in a folder that has a checkpoint's name, complete or not, by step."""
-    return sorted((path for path in folder.glob("step-*") if is_step_folder(path)), key=step_of)
-
-
-def is_step_folder(path: Path) -> bool:
-    """Whether a path has a checkpoint's name."""
-    return re.fullmatch(r"step-\d+", path.name) is not None
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(path.name.removeprefix("step-"))
-
-
-def load(path: Path, want: Want = "all") -> dict[str, Any]:
-    """Verify and read a checkpoint on the CPU: the result of `State.capture`, or what is wanted of it.
-
-    Raises:
-        Damaged: as :func:`verify`; or it does not load without running code, or is not the state of this step.
-    """
-    verify(path)
-    return read_state(path, step_of(path), want)
-
-
-def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: int = 0, ranks: int = 1) -> Manifest:
-    """Read every file of a checkpoint and compare its size and sha256 with the manifest; each of several ranks a part.
-    ``advance`` gets the number of bytes of each block that is read.
-
-    Raises:
-        Damaged: a file is missing, not readable or different.
-    """
-    manifest = read_manifest(path)
-    for name, written in list(manifest.files.items())[rank::ranks]:
-        file = path / name
-        try:
-            if (size := file.stat().st_size) != written.bytes:
-                raise Damaged(f"{file}: has {size} bytes, should have {written.bytes} bytes")
-            digest = sha256_of(file, advance)
-        except OSError as error:
-            raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
-        if digest != written.sha256:
-            raise Damaged(f"{file}: sha256 is {digest}, the manifest says {written.sha256}")
-    return manifest
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, not checked against its files.
-
-    Raises:
-        Damaged: there is no manifest, it is not readable, or it is not this folder's.
-    """
-    file = path / MANIFEST
-    try:
-        manifest = manifest_of(content := json.loads(file.read_text()))
-        if content["step"] != step_of(path):
-            raise ValueError(f"{manifest.kind} of step {content['step']}")
-        # those of the state first, in the order of ranks; if one is missing, the manifest is damaged
-        states = {name: manifest.files[name] for name in state_files(manifest.files)}
-        return replace(manifest, files=states | manifest.files)
-    except OSError as error:
-        raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise Damaged(f"{file}: is not this checkpoint's manifest ({type(error).__name__}: {error})") from None
-
-
-def manifest_of(content: dict[str, Any]) -> Manifest:
-    """A manifest from its JSON; raises a ValueError, TypeError, LookupError and the like if it is none."""
-    kind, best_by, void_from = content.get("kind", "checkpoint"), content.get("best_by"), content.get("bits_void_from")
-    if kind not in get_args(Kind):
-        raise ValueError(f"{kind} of step {content['step']}")
-    return Manifest(
-        step=int(content["step"]),
-        time=float(content["time"]),
-        kind=kind,
-        host=str(content.get("host", "")),
-        metrics={name: float(value) for name, value in named(TEST, content["metrics"]).items()},
-        best_by=(full_name(TEST, best_by[0]), str(best_by[1])) if best_by else None,
-        fingerprint={str(name): str(value) for name, value in content.get("fingerprint", {}).items()},
-        bits_void_from=None if void_from is None else int(void_from),
-        files={str(name): WrittenFile(int(f["bytes"]), str(f["sha256"])) for name, f in content["files"].items()},
-        keep_every=int(content.get("keep_every", 0)),
-    )

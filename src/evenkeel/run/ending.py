@@ -31,11 +31,12 @@ from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
 from . import crash_loop
 from .attempt import Attempt
-from .checkpoint import Damaged, known_step, read_manifest, step_of
+from .checkpoint import known_step
 from .checkpointer import Checkpointer
+from .manifest import read_manifest, step_of
 from .records import goodput, goodput_to_show, ledger, read_facts, read_records
 from .run_directory import RunDirectory, RunState, mark_failed
-from .state_files import dump
+from .state_files import Damaged, dump
 from .step_log import StepLog
 from .tracking import Tracker
 

@@ -16,7 +16,7 @@ from ..common.display import near
 from ..common.errors import Ended, Refusal
 from ..common.files import make_unused, write_json
 from ..config import changed_options
-from .checkpoint import step_folders
+from .manifest import step_folders
 from .records import is_run, is_untrained, read_config, read_facts
 
 OURS = (

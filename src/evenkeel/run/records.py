@@ -19,7 +19,8 @@ from typing import Any
 from ..common.errors import Refusal
 from ..common.files import alike, read_json
 from ..common.naming import TEST, TRAIN, named
-from .checkpoint import Checkpoints, Provenance, step_folders, step_of
+from .checkpoint import Checkpoints
+from .manifest import Provenance, step_folders, step_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -24,8 +24,9 @@ from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
 from ..training.checks import left_out
 from ..training.freezing import left_evaluating, unregistered
 from ..training.state import State
-from .checkpoint import WRITER_TIMEOUT, Checkpoints, Manifest, manifest_of
+from .checkpoint import WRITER_TIMEOUT, Checkpoints
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, rank_differences, read_cut
+from .manifest import Manifest, manifest_of
 from .records import TAIL, evaluation_in, read_records
 from .run_directory import RunDirectory
 from .saver import Saver
@@ -56,10 +57,10 @@ class Resume:
         self._other_best = ""
 
     def load(self, state: State, saver: Saver) -> None:
-        """Load the newest state into this one, if there is any. A sharded run's saver holds it in memory.
+        """Load the newest state into this one, if there is any.
 
         No shared file system is needed: after the loss of a node the newest state may be on any other. Ranks that start
-        again in place usually find it in the memory of their own machine.
+        again in place usually find it in the memory of their own machine; with --shard, in their saver's slots.
 
         Raises:
             Ended: it does not fit this model.
@@ -89,7 +90,7 @@ class Resume:
     def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         leads_node = self._world.local_rank == 0
-        while True:
+        while True:  # until one is whole: a damaged one is set aside
             offers = self._world.gather(rank_memory.offer(self._provenance.run_id))
             if leads_node and not any(offers):  # else it may be writing what is in memory
                 self._await_writer()
@@ -129,7 +130,7 @@ class Resume:
 
     def _from_disk(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
         """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
-        # no older one: a damaged one is set aside, and then another node may hold the next best
+        # not an older one in its place: another node may hold the next best
         saved = self._checkpoints.load_newest(step=newest) if self._world.rank == holder else None
         manifest = self._world.broadcast(self._checkpoints.newest_manifest(step=newest) if saved else None, holder)
         return manifest, self._world.broadcast_tensors(saved, holder) if manifest else {}
@@ -194,10 +195,11 @@ class Resume:
         others = self._other_bits
         if MICRO_BATCH in others:
             before, now = others[MICRO_BATCH]
+            option, value = read_cut(before)
             log.warning(
                 "from step %d on a step is cut into %s, before into %s: each batch has the same samples, but dropout, "
                 "mixing, BatchNorm's groups and the last bits change; if that matters, add %s, the cut before",
-                step, cut_in_words(now), cut_in_words(before), flag("{} {}".format(*read_cut(before))),
+                step, cut_in_words(now), cut_in_words(before), f"{flag(option)} {value}",
             )  # fmt: skip
         if others:
             # with the ring the bits also depend on the number of ranks, and are not promised

@@ -97,23 +97,26 @@ class RunDirectory:
         """Unlock the folder, for a process that goes on after the run."""
         self._lock.close()
 
-    def start_over(self, tokens: Sequence[str]) -> Path | None:
+    def start_over(self, tokens: Sequence[str]) -> str:
         """Move the run in the folder aside. One that has trained nothing stays, and its logs go on.
 
         Args:
             tokens: the `launch_token` of every rank. torchrun's own restart count stays 0 when a node joins.
 
         Returns:
-            Where that run is then; None if there is none, or if this launch has begun it and only restarts.
+            A line about it; "" if there is no run, or if this launch has begun it and only restarts.
 
         Raises:
             Ended: it cannot be moved.
         """
         if not is_run(self.path) or is_restart(self.status, tokens):
-            return None
-        self.status = {"world_sizes": self.status.get("world_sizes", [])} if self.untrained else {}
-        self.trouble = ""
-        return self.path if self.untrained else move_aside(self.path)
+            return ""
+        self.trouble, here = "", near(self.path)
+        if self.untrained:
+            self.status = {"world_sizes": self.status.get("world_sizes", [])}
+            return f"nothing was trained in {here}; starting again"
+        self.status, aside = {}, move_aside(self.path)
+        return f"--fresh: the run that was in {here} is now in {near(aside)}"
 
     def begin(self, options: dict[str, Any], tokens: Sequence[str], **facts: Any) -> None:
         """Record an attempt: the options as they are now, the launch, the number of ranks, and facts about the run."""

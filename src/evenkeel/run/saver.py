@@ -19,7 +19,8 @@ from ..resilience.memory_checkpoint import SlotCheckpoint, Stored, rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
-from .checkpoint import WRITER_TIMEOUT, Checkpoints, Kind, checkpoints_of, facts_of, known_step, manifest_of
+from .checkpoint import WRITER_TIMEOUT, Checkpoints, checkpoints_of, facts_of, known_step
+from .manifest import Kind, manifest_of
 from .sharded_checkpoint import write_slots
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.memory_checkpoint import step_in
 from ..training import slots
-from .checkpoint import MANIFEST, WRITER_TIMEOUT, Checkpoints, Kind, checkpoints_of, refuse_stale_writer, step_of
+from .checkpoint import WRITER_TIMEOUT, Checkpoints, checkpoints_of, refuse_stale_writer
+from .manifest import MANIFEST, Kind, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
 ROWS_TIMEOUT = 600.0

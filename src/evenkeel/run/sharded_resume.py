@@ -16,10 +16,11 @@ from ..common.errors import Ended
 from ..common.phases import START_UP, activity
 from ..distributed.world import World
 from ..training.staging import map_tensors
-from .checkpoint import Checkpoints, Damaged, Manifest, manifest_of, step_folders, step_of, verify
+from .checkpoint import Checkpoints
+from .manifest import Manifest, manifest_of, step_folders, step_of, verify
 from .sharded_checkpoint import await_writers
 from .sharded_saver import ShardedSaver
-from .state_files import read_parts, rows_of, set_aside
+from .state_files import Damaged, read_parts, rows_of, set_aside
 
 if TYPE_CHECKING:  # needs torch 2.9, and the files can be read without
     from ..training.sharding import Sharding

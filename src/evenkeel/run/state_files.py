@@ -7,7 +7,7 @@ A file of rows has an entry "rows": {"rank": 1, "ranks": 3, "of": {"model.head.w
 of each divided tensor, by the name that `training.staging.named_tensors` gives it. The rows of a rank are those of
 `torch.chunk`: all ranks but the last ones have equally many, and the last ones may have none.
 
-torch is imported where it is used, as in checkpoint.py.
+torch is imported where it is used: listing checkpoints takes a tenth of a second, importing torch two.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ without names (`training.file_memory`); or none of the values, only that there i
 
 
 def read_state(path: Path, step: int, want: Want) -> dict[str, Any]:
-    """Read the state of a checkpoint's folder; of a sharded run: all its rows, joined. See `checkpoint.load`."""
+    """Read the state of a checkpoint's folder; of a sharded run: all its rows, joined. See `manifest.load`."""
     parts = read_parts(path, step, in_place=want == "shapes")
     return parts[0] if "rows" not in parts[0] else _joined(parts, want, path.parent)
 

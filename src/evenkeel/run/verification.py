@@ -44,8 +44,8 @@ from ..training.state import State
 from ..training.task import Task
 from ..training.whole_batch import of_whole_batches
 from .attempt import Attempt
-from .checkpoint import step_of
 from .checkpointer import Checkpointer
+from .manifest import step_of
 from .verified_loss import Given, VerifiedLoss
 
 log = logging.getLogger(__name__)

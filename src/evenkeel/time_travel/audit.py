@@ -12,8 +12,9 @@ from typing import Any
 from ..cli.digests import Digests, different, digests_of, last_of_steps
 from ..common.errors import Refusal
 from ..run.chain import chained, options_digest, samples_digest, whole_steps
-from ..run.checkpoint import Damaged, step_folders, step_of
+from ..run.manifest import step_folders, step_of
 from ..run.records import read_config, read_facts, read_records
+from ..run.state_files import Damaged
 from ..tasks.command_line import parse_as_recorded
 from ..training.task_data import training_set
 from .replay import Asked, refuse_unless_run, replay

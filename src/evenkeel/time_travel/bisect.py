@@ -19,8 +19,9 @@ from typing import Any
 
 from ..cli.digests import Digests, digests_of, last_digests, name_tensors
 from ..common.errors import Refusal
-from ..run.checkpoint import Damaged, step_folders, step_of
+from ..run.manifest import step_folders, step_of
 from ..run.records import read_config, read_records
+from ..run.state_files import Damaged
 from .replay import Asked, Replay, refuse_unless_run, replay
 from .trace import Trace, first_difference
 

@@ -1,0 +1,154 @@
+"""One checkpoint: the name of its folder, the manifest that describes its files, and how both are verified.
+
+    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else (sharded: see state_files.py)
+                              manifest.json   see :class:`Manifest`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ..common.files import sha256_of
+from ..common.naming import TEST, full_name, named
+from .state_files import Damaged, Want, WrittenFile, read_state, state_files
+
+MANIFEST = "manifest.json"
+
+Kind = Literal["checkpoint", "snapshot"]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a checkpoint. Older ones lack some fields, which are then empty or None."""
+
+    step: int
+    time: float
+    """The time of writing, in seconds since 1970."""
+    kind: Kind
+    host: str
+    metrics: dict[str, float]
+    """The evaluation at this step, empty if there was none."""
+    best_by: tuple[str, str] | None
+    """The run's (metric, "max" or "min")."""
+    fingerprint: dict[str, str]
+    """The facts that its bits depend on (fingerprint.py), by part."""
+    bits_void_from: int | None
+    """The step after which its bits may differ from those of an undisturbed run; None: they do not."""
+    files: dict[str, WrittenFile]
+    """Its files by name; those with the state (state_files.py) are among them."""
+    keep_every: int = 0
+    """The run's --keep-every when it was written."""
+
+    @property
+    def kept_for_ever(self) -> bool:
+        """True for a checkpoint of --keep-every, whatever that option is by now."""
+        return bool(self.keep_every) and self.step % self.keep_every == 0
+
+
+@dataclass
+class Provenance:
+    """What all checkpoints of a run say of it (see `Manifest`). `Attempt` owns it; its fields say who else sets them.
+
+    Nothing of it changes after the first evaluation.
+    """
+
+    best_by: tuple[str, str] | None = None
+    """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `Resume`, and by
+    `Evaluator`, as only an evaluation shows whether the loss is the only metric."""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    """`Attempt` completes it when the cut is decided; `Resume` sets rank 0's on all ranks."""
+    bits_void_from: int | None = None
+    """Set by `Resume`."""
+    run_id: str = ""
+    """The run's, in status.json; set by `Attempt` once the start is recorded. A process that finds another one there is
+    left of the run before, and writes nothing; empty: it does not look."""
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Everything in a folder that has a checkpoint's name, complete or not, by step."""
+    return sorted((path for path in folder.glob("step-*") if is_step_folder(path)), key=step_of)
+
+
+def is_step_folder(path: Path) -> bool:
+    """Whether a path has a checkpoint's name."""
+    return re.fullmatch(r"step-\d+", path.name) is not None
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def load(path: Path, want: Want = "all") -> dict[str, Any]:
+    """Verify and read a checkpoint on the CPU: the result of `State.capture`, or what is wanted of it.
+
+    Raises:
+        Damaged: as :func:`verify`; or it does not load without running code, or is not the state of this step.
+    """
+    verify(path)
+    return read_state(path, step_of(path), want)
+
+
+def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: int = 0, ranks: int = 1) -> Manifest:
+    """Read every file of a checkpoint and compare its size and sha256 with the manifest; each of several ranks a part.
+    ``advance`` gets the number of bytes of each block that is read.
+
+    Raises:
+        Damaged: a file is missing, not readable or different.
+    """
+    manifest = read_manifest(path)
+    for name, written in list(manifest.files.items())[rank::ranks]:
+        file = path / name
+        try:
+            if (size := file.stat().st_size) != written.bytes:
+                raise Damaged(f"{file}: has {size} bytes, should have {written.bytes} bytes")
+            digest = sha256_of(file, advance)
+        except OSError as error:
+            raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
+        if digest != written.sha256:
+            raise Damaged(f"{file}: sha256 is {digest}, the manifest says {written.sha256}")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, not checked against its files.
+
+    Raises:
+        Damaged: there is no manifest, it is not readable, or it is not this folder's.
+    """
+    file = path / MANIFEST
+    try:
+        manifest = manifest_of(content := json.loads(file.read_text()))
+        if content["step"] != step_of(path):
+            raise ValueError(f"{manifest.kind} of step {content['step']}")
+        # those of the state first, in the order of ranks; if one is missing, the manifest is damaged
+        states = {name: manifest.files[name] for name in state_files(manifest.files)}
+        return replace(manifest, files=states | manifest.files)
+    except OSError as error:
+        raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise Damaged(f"{file}: is not this checkpoint's manifest ({type(error).__name__}: {error})") from None
+
+
+def manifest_of(content: dict[str, Any]) -> Manifest:
+    """A manifest from its JSON; raises a ValueError, TypeError, LookupError and the like if it is none."""
+    kind, best_by, void_from = content.get("kind", "checkpoint"), content.get("best_by"), content.get("bits_void_from")
+    if kind not in get_args(Kind):
+        raise ValueError(f"{kind} of step {content['step']}")
+    return Manifest(
+        step=int(content["step"]),
+        time=float(content["time"]),
+        kind=kind,
+        host=str(content.get("host", "")),
+        metrics={name: float(value) for name, value in named(TEST, content["metrics"]).items()},
+        best_by=(full_name(TEST, best_by[0]), str(best_by[1])) if best_by else None,
+        fingerprint={str(name): str(value) for name, value in content.get("fingerprint", {}).items()},
+        bits_void_from=None if void_from is None else int(void_from),
+        files={str(name): WrittenFile(int(f["bytes"]), str(f["sha256"])) for name, f in content["files"].items()},
+        keep_every=int(content.get("keep_every", 0)),
+    )
