@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2445,
     "resilience": 1722,
     "training": 6629,
-    "run": 6922,
+    "run": 6921,
     "tasks": 2286,
     "mirror": 567,
     "launch": 3034,

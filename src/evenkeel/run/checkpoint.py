@@ -1,9 +1,8 @@
 """The folder of a run's checkpoints: writing them, which ones stay, and the newest that is undamaged.
 
 A checkpoint (manifest.py) is written under a hidden name and renamed when all of it is on the disk, so a folder called
-step-* is complete. Older ones are deleted only after that, and are renamed first. What a kill in the middle leaves has
-a hidden name; the next start deletes or restores it. A *snapshot* is an unplanned checkpoint: a surviving rank saved it
-when the job was stopped or had failed.
+step-* is complete. Then old ones are renamed and deleted. What a kill in the middle leaves has a hidden name; the next
+start deletes or restores it. A *snapshot* is an unplanned checkpoint, of a job that was stopped or failed.
 """
 
 from __future__ import annotations
