@@ -17,13 +17,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1725,
+    "common": 1732,
     "config": 595,
     "data": 3143,
     "distributed": 2445,
-    "resilience": 1722,
+    "resilience": 1757,
     "training": 6629,
-    "run": 6921,
+    "run": 6939,
     "tasks": 2286,
     "mirror": 567,
     "launch": 3034,

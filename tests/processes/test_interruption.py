@@ -188,7 +188,7 @@ def test_a_signal_is_heard_where_no_thread_can_start() -> None:
     program = """if True:
         import os, resource, signal, time
         from evenkeel.resilience.interruption import Interruption
-        Interruption(5.0).rescue_with(lambda reason: print("saved after", reason, flush=True))
+        Interruption(5.0).rescue_with(lambda why: print("saved after", why(), flush=True))
         os.getuid() or os.setuid(65534)  # root may start as many as it likes
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -262,6 +262,24 @@ def test_a_ctrl_c_counts_once_although_its_keeper_waits_for_a_frozen_store(
         time.sleep(0.3)
     _, end = map(finish, ranks)
     assert (end.returncode, end.stderr.count("second stop signal")) == (code, presses - 1), end.stderr
+
+
+def test_a_stop_after_the_death_of_another_rank_is_why_the_run_ends(run_dir: Path) -> None:
+    """Rank 0 is still saving then, to start again."""
+    words = runs.kept_job(run_dir, "--checkpoint-every", 0, "--pause", 0.1, "--keeper-memory", "off")
+    ranks = processes.fork_ranks(2, TRAIN, *words)
+    wait_for_step(run_dir, 2, ranks[0])
+    with runs.locked(run_dir) as folder:
+        os.kill(trainer_of(ranks[1]), signal.SIGKILL)
+        processes.wait_until(lambda: opened(trainer_of(ranks[0]), str(folder)), "its rescue")
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    first, _ = map(finish, ranks)
+    status = read(run_dir, "status.json")
+    assert (status["state"], status["reason"], status["fruitless"]) == ("stopped", "SIGTERM", 0)
+    assert "stopped by SIGTERM; step " in first.stdout
+    assert first.returncode == STOPPED
 
 
 def test_attempts_that_die_before_their_first_step_stop_after_three(run_dir: Path) -> None:

@@ -105,6 +105,31 @@ def test_a_keeper_that_ends_has_its_ranks_last_step_written_first(run_dir: Path,
     assert runs.weights_of(run_dir) == undisturbed
 
 
+def test_a_keeper_that_cannot_fork_writes_the_last_step_itself(tmp_path: Path, run_dir: Path) -> None:
+    """As where a machine or a container has no more processes."""
+    full = tmp_path / "full"
+    patch = f"""
+fork = os.fork
+
+def refuse():
+    if os.path.exists({str(full)!r}):
+        raise BlockingIOError(11, os.strerror(11))
+    return fork()
+
+os.fork = refuse
+"""
+    words = runs.kept_job(run_dir, *RARE, "--task", runs.own_task(tmp_path, before=patch))
+    ranks = processes.fork_ranks(2, TRAIN, *words)
+    wait_for_step(run_dir, 3, ranks[0])
+    full.touch()
+    os.kill(runs.trainer_of(ranks[1]), signal.SIGKILL)
+    first, second = map(finish, ranks)
+    assert saved_step(run_dir) == told_step(run_dir) >= 3
+    for rank, done in enumerate((first, second)):
+        line = f"evenkeel: rank {rank} cannot be forked: Resource temporarily unavailable; torchrun decides"
+        assert (done.returncode, line in done.stderr) == (1, True), done.stderr
+
+
 @needs.root("make a pid namespace")
 @needs.tools("unshare")
 def test_a_machine_that_has_no_such_memory_is_sent_the_state(tmp_path: Path, undisturbed: str) -> None:

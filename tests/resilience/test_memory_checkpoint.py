@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from evenkeel.common import keeper_link
-from evenkeel.resilience import memory_checkpoint
+from evenkeel.resilience import memory_checkpoint, peers
 from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, rank_memory
 from evenkeel.resilience.peers import Peers
 from evenkeel.run.checkpoint import Checkpoints
@@ -200,21 +201,50 @@ def test_a_store_that_has_ended_is_lost_without_a_stack_of_c_plus_plus(
         assert server.stdout.readline() == b"ready\n"
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
-        peers = Peers(1, 2)
-        peers.join("a")
-        assert peers._store
-        assert not peers.hears_of_death()
+        mine = Peers(1, 2)
+        mine.join("a")
+        assert mine._store
+        assert not mine.learn_of_death()
         if not looks:
             monkeypatch.setattr(Peers, "_is_cut_off", lambda _: False)
         os.kill(server.pid, signal.SIGKILL)
     time.sleep(0.2)
-    assert not peers.hears_of_death()
-    assert peers._store is None
+    assert not mine.learn_of_death()
+    assert mine._store is None
     assert ("TCPStore" in capfd.readouterr().err) == (not looks)
 
 
-def test_a_rescue_needs_no_disk_where_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks the disk whether the step is there, and a disk that fails cannot say."""
+@pytest.mark.parametrize("rejoins", [True, False])
+def test_a_keeper_that_lost_a_slow_store_is_not_waited_for(rejoins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control does not ask again: then the others wait for `FINISH_TIMEOUT` until this rank has finished."""
+    port = str(free_port())
+    with subprocess.Popen([sys.executable, "-c", SERVE, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout.readline() == b"ready\n"
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(peers, "REQUEST_TIMEOUT", 1.0)
+        monkeypatch.setattr(peers, "FINISH_TIMEOUT", 0.0)
+        other, slow = Peers(1, 3), Peers(2, 3)
+        other.join("a")
+        slow.join("a")
+        os.kill(server.pid, signal.SIGSTOP)
+        assert not slow.learn_of_death()
+        assert slow._store is None
+        if not rejoins:
+            monkeypatch.setattr(Peers, "_rejoin", lambda _: None)
+        if rejoins:
+            assert slow.await_all(lambda _seconds: False), "it ends where the store is still frozen"
+        os.kill(server.pid, signal.SIGCONT)
+        assert slow.await_all(lambda _seconds: False)
+        assert other._store
+        assert other._store.add("done", 0) == rejoins
+
+
+@pytest.mark.parametrize("disk", ["fails", "hangs"])
+def test_a_rescue_needs_no_disk_where_memory_is_enough(
+    disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks the disk whether the step is there, and a disk that fails or hangs cannot say."""
     model = nn.Linear(2, 2)
     state = State(model, [torch.optim.SGD(model.parameters())])
     for parameter in model.parameters():
@@ -225,11 +255,16 @@ def test_a_rescue_needs_no_disk_where_memory_is_enough(tmp_path: Path, monkeypat
 
     def fail(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
         if str(path).startswith(str(folder)):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            if disk == "fails":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            answers.wait(20)
         return stat(path, *arguments, **options)
 
     monkeypatch.setattr(rank_memory, "descriptor", os.memfd_create("state"))
     monkeypatch.setattr(rank_memory, "facts", {})
     monkeypatch.setattr(os, "stat", fail)
+    begun, answers = time.monotonic(), threading.Event()
     assert saver.rescue(state, 0, in_place=True) == "step 1 is stored in memory"
+    assert time.monotonic() - begun < 15
+    answers.set()
     assert rank_memory.facts["step"] == 1

@@ -25,8 +25,9 @@ from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.distributed.world import RESTART_TIMEOUT
 from evenkeel.run import run_directory
 from evenkeel.run.identity import Identity, prepare_folder
+from evenkeel.run.launch_token import launch_token
 from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
-from evenkeel.run.run_directory import RunDirectory, adopt, launch_token
+from evenkeel.run.run_directory import RunDirectory, adopt
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
 from tests.support.raised import refusal_of

@@ -268,7 +268,7 @@ def test_a_rescue_while_a_checkpoint_is_written_leaves_two_whole(tmp_path: Path,
         training.step()
         training.run.checkpointer.after_step({})
         training.step()
-        rescue = threading.Thread(target=training.run.ending.stopped, args=("SIGTERM",))
+        rescue = threading.Thread(target=training.run.ending.stopped, args=(lambda: "SIGTERM",))
         rescue.start()
         rescue.join(timeout=1)
         assert rescue.is_alive() == (grace > 1), "it is done within --grace, whatever it has to wait for"
@@ -301,7 +301,7 @@ def test_a_signal_after_the_end_says_nothing(
     if finished:
         assert training.run.attempt.lead
         training.run.attempt.lead.directory.advance("finished", 1)
-    training.run.ending.stopped("SIGTERM")
+    training.run.ending.stopped(lambda: "SIGTERM")
     assert ("the same command continues there" in capsys.readouterr().out) == (not finished)
 
 

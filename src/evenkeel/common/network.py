@@ -63,7 +63,7 @@ def meet(master: str, port: int, *, is_master: bool, patience: float) -> None:
                 raise Refusal(
                     f"--master: port {port} of this node: {error.strerror}; give all nodes another one, HOST:PORT"
                 ) from None
-    elif reason := reach(master, port, patience, f"waiting for node 0 at {master} port {port}"):
+    elif reason := why_unreachable(master, port, patience, f"waiting for node 0 at {master} port {port}"):
         raise Unanswered(
             f"--master {master}: nothing answered on port {port} for {patience:.0f} s ({reason}); is node 0 started, "
             "and is this its address?"
@@ -84,7 +84,7 @@ class Waiting:
             say(f"evenkeel: {what()}, for {now - self._start:.0f} s now", to_stderr=True)
 
 
-def reach(host: str, port: int, patience: float, what: str) -> str:
+def why_unreachable(host: str, port: int, patience: float, what: str) -> str:
     """Wait until something listens on a TCP port; return "", or why nothing did for `patience` seconds.
 
     Prints `what` is being done on stderr.

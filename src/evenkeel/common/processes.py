@@ -121,6 +121,13 @@ def leave_nothing(seconds: float = 1.0) -> None:
                 path.rmdir()
 
 
+def signal_name(number: int) -> str:
+    """Such as SIGTERM; "signal 34" for a real-time one."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
 def survives_the_terminal(pid: int) -> bool:
     """Whether a process ignores SIGHUP, as under `nohup`. Linux only."""
     return _in_mask(pid, "SigIgn", signal.SIGHUP)

@@ -40,7 +40,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..common import keeper_link
 from ..common.errors import REFUSAL_TIMEOUT, EndedHere, Refusal
-from ..common.network import Waiting, reach
+from ..common.network import Waiting, why_unreachable
 
 _REFUSED = "refused by rank "
 """Prefix of the value that replaces a call if another node has refused the job's input."""
@@ -75,10 +75,10 @@ def job_store(rank: int, world_size: int, timeout: timedelta, connect_limit: flo
     who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
     # a node may not find itself by the name that the others use; and in a container without DNS torch, which looks up
     # who is at the other end, takes ten seconds for localhost
-    name = "localhost" if hosts or (on_this_host and reach(host, port, 2.0, who)) else host
+    name = "localhost" if hosts or (on_this_host and why_unreachable(host, port, 2.0, who)) else host
     if not hosts:
         seconds = timeout.total_seconds() if connect_limit is None else connect_limit
-        if reason := reach(name, port, seconds, f"{who} waits for rank 0 at {where}"):
+        if reason := why_unreachable(name, port, seconds, f"{who} waits for rank 0 at {where}"):
             remedy = "start rank 0 on that host, and every rank with the same two values"
             raise EndedHere(f"{who}: no answer at {where} for {seconds:g} s ({reason}); {remedy}")
     return TCPStore(name, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)

@@ -54,7 +54,7 @@ class Interruption:
         self.grace = grace
         self.reason = ""
         """Why this process is ending, if it is: a signal's name, a hang, an error, or REGROUPING."""
-        self._rescue: Callable[[str], None] = lambda _signal: None
+        self._rescue: Callable[[Callable[[], str]], None] = lambda _why: None
         self._deciding = threading.Lock()
         self._receive_signals()
 
@@ -76,17 +76,20 @@ class Interruption:
             die_with_parent(signal.SIGTERM)  # else workers outlive a torchrun that dies
         threading.Thread(target=self._read_signals, name="interruption", daemon=True).start()
 
-    def rescue_with(self, rescue: Callable[[str], None]) -> None:
-        """Register what a thread calls with the name of a stop signal, before the process ends with :data:`STOPPED`."""
+    def rescue_with(self, rescue: Callable[[Callable[[], str]], None]) -> None:
+        """Register what a thread calls before the process ends with :data:`STOPPED`. Its argument returns
+        :attr:`reason`: a stop signal may still come after REGROUPING."""
         self._rescue = rescue
 
-    def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
+    def begin_end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
         """End this process as a signal would, unless it is ending already.
 
         A thread, or this one if none can be started, calls `rescue`, which has `grace` seconds, and exits with `code`.
         """
         with self._deciding:
-            before, self.reason = self.reason, self.reason or reason
+            before = self.reason
+            if not before or (before == REGROUPING and code == STOPPED):
+                self.reason = reason
         if before in ("", ERROR):  # main saves after an error, and so far had no limit
             with contextlib.suppress(RuntimeError):  # the system may have no more threads
                 threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
@@ -96,7 +99,7 @@ class Interruption:
             except RuntimeError:
                 self._end(rescue, code)
 
-    def claim_end(self) -> None:
+    def claim_or_wait(self) -> None:
         """Make an error in the main thread the reason of the end; a signal then only gives it `grace` seconds.
 
         If the process is ending already, wait for that, and do not return.
@@ -123,7 +126,7 @@ class Interruption:
                     reason = "the death of its keeper"
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
-            self.end(reason, partial(self._rescue, reason), STOPPED)
+            self.begin_end(reason, partial(self._rescue, lambda: self.reason), STOPPED)
             if number != keeper_link.REGROUP:
                 keeper_link.send("stop")  # after the end has its limit: a keeper may not read
 
@@ -147,7 +150,7 @@ class Resident(Interruption):
     def _receive_signals(self) -> None:
         """Leave them to the program."""
 
-    def end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
+    def begin_end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
         """Warn, and do not end."""
         log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)
 
@@ -158,9 +161,9 @@ def _receive(number: signal.Signals) -> None:
 
 
 def _exit_now(code: int, last_line: str = "", output_timeout: float | None = None) -> NoReturn:
-    """Print a last line and end the process, without waiting for the main thread, which may be stuck.
+    """Print a last line and end the process and its loaders, without waiting for the main thread, which may be stuck.
 
-    A stopped reader or a slow disk can block the output for ever, so it is limited to `output_timeout` seconds.
+    `output_timeout`: seconds for the output, which a stopped reader or a slow disk may block for ever; None: no limit.
     """
 
     def tidy_up() -> None:

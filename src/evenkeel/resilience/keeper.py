@@ -43,9 +43,16 @@ import torch
 
 from ..common import keeper_link
 from ..common.display import say
-from ..common.errors import REFUSED
+from ..common.errors import FAILED, REFUSED
 from ..common.phases import activity
-from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, name_process, survives_the_terminal
+from ..common.processes import (
+    STOP_SIGNALS,
+    die_with_parent,
+    leave_nothing,
+    name_process,
+    signal_name,
+    survives_the_terminal,
+)
 from ..config import Config
 from ..distributed.exits import forget_error, give_up, refuse
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
@@ -54,7 +61,7 @@ from .memory_checkpoint import KeeperMemory, Stored
 from .peers import Peers
 
 UNFORKABLE = 119
-"""Exit code of a fork that cannot use a GPU because its keeper has."""
+"""Exit code of a fork that cannot train: its keeper has used a GPU, or has died."""
 
 REGROUP_TIMEOUT = 10.0
 """Seconds beyond --grace after which a trainer that got REGROUP and has not left is killed."""
@@ -104,7 +111,7 @@ class Keeper:
             code = os.waitstatus_to_exitcode(self._attend(self._fork(mask)))
             self._memory.take(self._messages.get("memory", ""))
             if code == UNFORKABLE and not self._messages:
-                break
+                break  # this process trains itself
             if not self._handle_end(code):
                 if code:
                     self._memory.save_slots()
@@ -134,7 +141,13 @@ class Keeper:
             with contextlib.suppress(OSError):
                 stream.flush()
         keeper, launcher = os.getpid(), os.getppid()
-        if pid := os.fork():
+        try:
+            pid = os.fork()
+        except OSError as error:  # no more processes, or no memory for one
+            _say(f"rank {self._rank} cannot be forked: {error.strerror}; torchrun decides")
+            self._memory.save_slots()
+            self._end(FAILED)
+        if pid:
             os.close(sending)
             return pid
         os.close(self._pipe)
@@ -156,11 +169,7 @@ class Keeper:
         while True:
             number = _await_signal(heeded, self._peers.interval)
             if number and number != signal.SIGCHLD:
-                self._record_stop(number)
-                self._read_messages()
-                # the store may have kept this process for long, so a trainer that has got it would count it as another
-                if self._exit_at_once or "stop" not in self._messages:
-                    os.kill(pid, number)
+                self._pass_on(number, pid)
             ended, status = os.waitpid(pid, os.WNOHANG)
             self._memory.reap()
             self._read_messages()
@@ -172,9 +181,17 @@ class Keeper:
             if self._regroup_time:
                 if time.monotonic() - self._regroup_time > self._grace + REGROUP_TIMEOUT:
                     os.kill(pid, signal.SIGKILL)
-            elif self._peers.hears_of_death():
+            elif self._peers.learn_of_death():
                 self._regroup_time = time.monotonic()
                 os.kill(pid, keeper_link.REGROUP)
+
+    def _pass_on(self, number: int, pid: int) -> None:
+        """Pass a stop signal on to the trainer, which may have received it itself: as one of its process group."""
+        self._record_stop(number)
+        self._read_messages()
+        # the store may have kept this process for long, so a trainer that has got it would count it as another
+        if self._exit_at_once or "stop" not in self._messages:
+            os.kill(pid, number)
 
     def _read_messages(self) -> None:
         """Read the trainer's messages, until there are no more."""
@@ -220,7 +237,7 @@ class Keeper:
 
     def _await_written(self) -> bool:
         """Wait until what trainers have stored in memory is on the disk: at most --grace, counted from a stop signal if
-        one has come. Returns False if a second Ctrl-C ended the wait, so that the state is lost."""
+        one has come. False: a second Ctrl-C has ended the wait, and the state is lost. After --grace children go on."""
         begun, announced = time.monotonic(), False
         while steps := self._memory.reap():
             what, now = f"step {' and '.join(map(str, steps))}", time.monotonic()
@@ -235,7 +252,7 @@ class Keeper:
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
                 announced, press = True, "press Ctrl-C again" if self._stop_signal == signal.SIGINT else "press Ctrl-C"
                 _say(
-                    f"{_signal_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the "
+                    f"{signal_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the "
                     f"disk; {press} to exit without it"
                 )
             self._stopped_within(0.01)
@@ -257,7 +274,7 @@ class Keeper:
         if code == 0:
             return not self._peers.await_all(self._stopped_within)
         if code < 0 and not self._regroup_time:  # after REGROUP this keeper may have killed it
-            death = f"rank {self._rank} was killed by {_signal_name(-code)}"
+            death = f"rank {self._rank} was killed by {signal_name(-code)}"
         elif "hang" in self._messages:
             death = f"rank {self._rank} ended because of a hang"
         elif self._regroup_time or ("lost" in self._messages and self._is_confirmed()):
@@ -265,7 +282,8 @@ class Keeper:
         else:
             return False
         if self._without_progress >= self._limit:
-            _say(f"{death or f'rank {self._rank} lost another rank'} again, without progress; torchrun decides")
+            again = " again, without progress" * bool(self._limit)
+            _say(f"{death or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
             return False
         if death and not self._peers.report_death(death):
             return False  # the others would wait for this rank
@@ -316,9 +334,3 @@ def _await_signal(numbers: Collection[int], seconds: float) -> int | None:
     found = signal.sigtimedwait(numbers, seconds)
     # after Ctrl-Z and a continuation past the time-out, CPython returns a structure that it has not filled in
     return found.si_signo if found and found.si_signo in numbers else None
-
-
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):  # a real-time signal
-        return signal.Signals(number).name
-    return f"signal {number}"

@@ -237,16 +237,23 @@ class KeeperMemory:
         return SlotCheckpoint(max(steps), self._slots) if any(steps) else None
 
     def _write(self, checkpoint: Stored, tries: int) -> None:
-        if pid := os.fork():
+        try:
+            pid = os.fork()
+        except OSError:  # no more processes, or no memory for one: then the keeper writes, and the ranks wait
+            pid = -1
+        if pid > 0:
             self._writers[pid] = checkpoint, tries - 1
             return
-        name_process("writer")
+        if pid == 0:
+            name_process("writer")
+        failed = True
         try:
             self._save(checkpoint)
+            failed = False
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+        if pid == 0:
+            os._exit(failed)
 
     def discard(self) -> None:
         """Free the stored state: the run has come further. What is still being written is freed afterwards."""

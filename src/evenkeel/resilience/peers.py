@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import struct
 import time
@@ -76,6 +77,16 @@ class Peers:
         self._connection = self._store = None
         self._sockets = []
 
+    def _rejoin(self) -> None:
+        """Join again after the store was lost, if it answers now. A child tries that first, as it may never end."""
+        with contextlib.suppress(OSError):  # no more processes
+            if not (child := os.fork()):
+                signal.alarm(int(REQUEST_TIMEOUT))  # ends it
+                self.join(self._generation)
+                os._exit(0 if self._store else 1)
+            if os.waitpid(child, 0)[1] == 0:
+                self.join(self._generation)
+
     def _is_cut_off(self) -> bool:
         """Whether the store has closed the connection, as when its keeper ends: torch would print a stack of C++."""
         poll = select.poll()
@@ -83,9 +94,9 @@ class Peers:
             poll.register(connection, select.POLLRDHUP)
         return bool(poll.poll(0))
 
-    def hears_of_death(self) -> bool:
-        """Whether a keeper has reported a death, whose cause the next trainer finds in the environment. False if the
-        store does not answer."""
+    def learn_of_death(self) -> bool:
+        """Ask whether a keeper has reported a death, and leave its cause in the environment for the next trainer. False
+        also if the store does not answer."""
         try:
             if self._is_cut_off():
                 self._lose()
@@ -116,7 +127,7 @@ class Peers:
             wait_for_stop: waits so many seconds, and returns whether a stop signal has come.
         """
         deadline = time.monotonic() + (CONFIRM_TIMEOUT if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
-        while not self.hears_of_death():
+        while not self.learn_of_death():
             if time.monotonic() > deadline or wait_for_stop(self.interval / 4):
                 return False
         return True
@@ -133,6 +144,8 @@ class Peers:
         Args:
             wait_for_stop: as in :meth:`confirm_death`.
         """
+        if self._generation and not self._store:
+            self._rejoin()
         deadline = time.monotonic() + FINISH_TIMEOUT
         try:
             store = self._store
@@ -140,7 +153,7 @@ class Peers:
                 return True
             store.add(DONE, 1)
             while store.add(DONE, 0) < self._world_size and time.monotonic() < deadline:
-                if self.hears_of_death():
+                if self.learn_of_death():
                     return False
                 if not self._store:  # it has just been lost
                     return True

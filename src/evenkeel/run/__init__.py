@@ -18,8 +18,10 @@
     run_directory.py  the folder: claim and lock it, status.json
     identity.py       whether a job may use the folder: empty, or with the same run in it; moves a run aside
     node_records.py   what the nodes have recorded of a run: whether it goes on or starts over
+    launch_token.py   whether a start is a restart of the same launch
     crash_loop.py     counts attempts in a row that finish no step
-    checkpoint.py     Checkpoints: write (whole or not at all), verify, load the newest whole one, keep the best
+    manifest.py       one checkpoint: its manifest, and whether its files fit that
+    checkpoint.py     Checkpoints: write (whole or not at all), load the newest whole one, keep the best
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
     records.py        read status.json, metrics.jsonl and config.toml as they were written, or as they grow; the ledger
     verification.py   --verify-every: ranks compute each other's micro-batches again and compare digests

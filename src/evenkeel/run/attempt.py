@@ -44,12 +44,11 @@ from . import crash_loop, tracking
 from .checkpoint import Checkpoints
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
-from .fingerprint import MICRO_BATCH, fingerprint_of_run
+from .fingerprint import MICRO_BATCH, compare_bits, fingerprint_of_run
 from .identity import Identity, prepare_folder
 from .manifest import Provenance
 from .node_records import Records, gather_records
 from .records import read_facts
-from .resume import compare_bits
 from .run_directory import RunDirectory, RunState, adopt, claim
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
@@ -133,9 +132,9 @@ class Attempt:
         if self._directory:
             tracking.say(text)
 
-    def stopped(self, reason: str) -> None:
+    def stopped(self, why: Callable[[], str]) -> None:
         """Record a stop signal during the start, before there is a state to save. Any thread may call it."""
-        if reason == REGROUPING:
+        if (reason := why()) == REGROUPING:
             return
         if (mine := self._directory) and mine.recorded:
             # stays "running" after a restart: the state may be in memory alone yet, and `is_untrained` takes a run that

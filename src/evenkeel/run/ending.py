@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -150,15 +150,15 @@ class Ending:
                 step, metrics = step_of(best), read_manifest(best).metrics
         return {"best/step": step, **{f"best/{name}": value for name, value in metrics.items()}}
 
-    def stopped(self, reason: str) -> None:
-        """Save the last finished step after a stop signal. Any thread may call it at any time."""
+    def stopped(self, why: Callable[[], str]) -> None:
+        """Save the last finished step after a stop signal, or to start again in place. Any thread may call it."""
         if self._attempt.status.get("state") == "finished":
             return  # all is saved; the same command says so
-        regroups = reason == REGROUPING
-        saved = self._rescue(in_place=regroups)
+        saved = self._rescue(in_place=why() == REGROUPING)
         if self.watch:
             self.watch.end()
         self._step_log.await_last_line()
+        regroups = (reason := why()) == REGROUPING
         self._record_end("stopped", reason, STOPPED, **({} if regroups else crash_loop.CLEARED))
         if regroups:
             self._attempt.say(f"evenkeel: another rank died; {saved}; this rank starts again")

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..common.errors import Refusal
 from ..common.naming import listed, name_ranks
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..distributed.world import World
     from ..training.task import Task
+    from .manifest import Manifest
 
 Fingerprint = Mapping[str, str]
 Differences = dict[str, tuple[str, str]]
@@ -127,6 +129,24 @@ def describe(found: Differences, most: int = 8) -> str:
         code = [f"Evenkeel is another version ({len(ours)} files of its code differ)"]
         found = {name: values for name, values in found.items() if name not in ours}
     return listed(code + [f"{name} {old} -> {new}" for name, (old, new) in found.items()], most)
+
+
+def compare_bits(present: Sequence[Fingerprint], manifest: Manifest | None, strict: bool) -> Differences:
+    """Why the bits of an attempt might differ from those of an undisturbed run, by the present fingerprint of each rank
+    and the manifest of the checkpoint that is continued. Raises a Refusal if they might, with --strict-bits."""
+    found: Differences = {}
+    if manifest:
+        before = manifest.fingerprint
+        if before and MICRO_BATCH in present[0]:  # an old manifest lacks the cut; it was the present one
+            before = {MICRO_BATCH: present[0][MICRO_BATCH]} | before
+        found = differences(before, present[0])
+    found |= rank_differences(present)
+    if found and strict:
+        raise Refusal(
+            f"--strict-bits: from step {manifest.step if manifest else 0} on the bits might differ: {describe(found)}; "
+            "restore that, or continue without --strict-bits"
+        )
+    return found
 
 
 def read_cut(text: str) -> tuple[str, int]:

@@ -1,7 +1,7 @@
 """One checkpoint: the name of its folder, the manifest that describes its files, and how both are verified.
 
-    checkpoints/step-00000042/state.pt        tensors and plain data, nothing else (sharded: see state_files.py)
-                              manifest.json   see :class:`Manifest`
+checkpoints/step-00000042/state.pt        tensors and plain data, nothing else (sharded: see state_files.py)
+                          manifest.json   see :class:`Manifest`
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from ..common.display import near
 from ..common.errors import Refusal
 from ..distributed.world import World
+from .launch_token import is_restart, launch_token
 from .records import has_trained, is_run, is_untrained, read_facts, recorded_options
-from .run_directory import RunDirectory, in_use, is_restart, launch_token
+from .run_directory import RunDirectory, in_use
 
 
 class Records(NamedTuple):

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..training.checks import left_out
 from ..training.freezing import left_evaluating, unregistered
 from ..training.state import State
 from .checkpoint import WRITER_TIMEOUT, Checkpoints
-from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, differences, rank_differences, read_cut
+from .fingerprint import MICRO_BATCH, Differences, compare_bits, cut_in_words, describe, read_cut
 from .manifest import Manifest, manifest_of
 from .records import TAIL, evaluation_in, read_records
 from .run_directory import RunDirectory
@@ -112,11 +112,11 @@ class Resume:
         if not (folder := self._checkpoints.folder).exists():
             return
         with folder_locked(folder, kind=fcntl.LOCK_SH) as free:
+            if free:
+                return
+        log.warning("a process of an earlier attempt is still writing to %s; waiting for it", folder)
+        with folder_locked(folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
             pass
-        if not free:
-            log.warning("a process of an earlier attempt is still writing to %s; waiting for it", folder)
-            with folder_locked(folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
-                pass
 
     def _settle_bits(self, manifest: Manifest | None) -> None:
         """Compare the bits as :func:`compare_bits`, and set what later manifests say: rank 0's fingerprint, and from
@@ -213,21 +213,3 @@ def _report_memory(state: State) -> None:
     more = "" if state.step else " and the optimizers' state"
     stores = "each rank stores its part of two steps of" if state.sharding else "if a rank dies, each other keeps"
     log.info("%s %.1f MB%s in memory for the restart (--keeper-memory)", stores, size, more)
-
-
-def compare_bits(present: Sequence[Mapping[str, str]], manifest: Manifest | None, strict: bool) -> Differences:
-    """Why the bits of an attempt might differ from those of an undisturbed run, by the present fingerprint of each rank
-    and the manifest of the checkpoint that is continued. Raises a Refusal if they might, with --strict-bits."""
-    found: Differences = {}
-    if manifest:
-        before = manifest.fingerprint
-        if before and MICRO_BATCH in present[0]:  # an old manifest lacks the cut; it was the present one
-            before = {MICRO_BATCH: present[0][MICRO_BATCH]} | before
-        found = differences(before, present[0])
-    found |= rank_differences(present)
-    if found and strict:
-        raise Refusal(
-            f"--strict-bits: from step {manifest.step if manifest else 0} on the bits might differ: {describe(found)}; "
-            "restore that, or continue without --strict-bits"
-        )
-    return found

@@ -144,7 +144,7 @@ class Run:
                     run = cls(attempt, task, state, started, finished)
                     shard(state, task, world, config)
                 if finished:
-                    interruption.rescue_with(lambda _signal: None)
+                    interruption.rescue_with(lambda _why: None)
                     yield run
                     return
                 # after `begin`, which opens the logs
@@ -166,10 +166,10 @@ class Run:
                     raise Ended(f"the training loop ended at step {self.state.step} of {self.plan.total_steps}")
                 self.ending.finish(self.evaluator.metrics)
         except KeyboardInterrupt:  # only in a notebook (`Resident`): else the interruption ends the process
-            self.ending.stopped("Ctrl-C")
+            self.ending.stopped(lambda: "Ctrl-C")
             raise
         except BaseException as error:
-            interruption.claim_end()  # after a signal other ranks leave, which is no failure
+            interruption.claim_or_wait()  # after a signal other ranks leave, which is no failure
             self.ending.failed(error)
             raise
 
@@ -187,7 +187,7 @@ class Run:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
         timeout, logs = self.config.hang_timeout, self.attempt.logs
-        on_hang = partial(interruption.end, "a hang", self.ending.hung, FAILED)
+        on_hang = partial(interruption.begin_end, "a hang", self.ending.hung, FAILED)
         watch = Watch(timeout, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
         self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
         return watch

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -20,13 +20,12 @@ from uuid import uuid4
 
 import tomli_w
 
-from ..common import keeper_link
 from ..common.display import near, say
 from ..common.errors import Refusal
 from ..common.files import lock, write_atomically, write_json
-from ..common.processes import stat
 from . import crash_loop
 from .identity import Identity, move_aside, prepare_folder, refuse_another_run
+from .launch_token import is_restart
 from .records import is_run, is_untrained, read_facts, read_record
 
 log = logging.getLogger(__name__)
@@ -38,26 +37,6 @@ LOCK_TIMEOUT = 10.0
 
 MAX_LOCK_TIMEOUT = 100.0
 """Maximum seconds of both: the other ranks wait `world.RESTART_TIMEOUT` for rank 0."""
-
-
-def launch_token() -> str:
-    """An id of what restarts this process: torchrun's agent, else a keeper; empty without either.
-
-    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler marks a job as the same one. Without a token
-    each start counts as typed again, also in a loop of a shell.
-    """
-    if known_as := os.environ.get("EVENKEEL_LAUNCH"):
-        return known_as
-    if "TORCHELASTIC_RUN_ID" not in os.environ and not keeper_link.has_keeper():
-        return ""
-    restarter = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
-    known = stat(restarter)  # without /proc the pid must do
-    return f"{socket.gethostname()}:{restarter}:{known.started if known else '?'}"
-
-
-def is_restart(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
-    """Whether the launch with these tokens of its ranks has itself begun the run with this status."""
-    return bool(set(filter(None, tokens)) & set(status.get("launch", [])))
 
 
 @dataclass

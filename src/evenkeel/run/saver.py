@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 RANK_DELAY = 0.05
 """Seconds between the ranks of a node: the lowest live one writes, and the others then find that it has."""
 
-NOTHING_NEW = "no step has finished in this attempt; nothing to save"
+DISK_TIMEOUT = 1.0
+"""Seconds in which a disk must answer which step is the newest there, before a rescue that memory is enough for."""
+
+NOTHING_NEW = "no step has finished yet; nothing to save"
 
 
 class Saver:
@@ -134,9 +137,10 @@ class Saver:
         return self._keeper_memory and rank_memory.store(partial(torch.save, captured), facts)
 
     def _newest_on_disk(self) -> int:
-        """The newest step there; 0 if the disk fails, which must not keep a rescue out of memory."""
-        with contextlib.suppress(OSError):
-            return self.checkpoints.newest_step()
+        """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory. Asks in the
+        thread for checkpoints, which has nothing to do."""
+        with contextlib.suppress(OSError, TimeoutError):
+            return self._thread.submit(self.checkpoints.newest_step).result(DISK_TIMEOUT)
         return 0
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
@@ -158,9 +162,9 @@ class Saver:
             # no more steps be committed; a GPU that hangs may still commit one.
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
-            new = captured["step"] > self._newest_on_disk()
-            # not taken: the thread is still writing, and would discard this state in memory with its own
-            if in_place and taken and new and self._store_in_memory(captured, {}, "snapshot"):
+            # not taken: the thread still writes a checkpoint, and then discards what is in memory
+            to_memory = in_place and taken and captured["step"] > self._newest_on_disk()
+            if to_memory and self._store_in_memory(captured, {}, "snapshot"):
                 log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
                 return f"step {captured['step']} is stored in memory"
             # not before the capture: steps that finish meanwhile would be lost

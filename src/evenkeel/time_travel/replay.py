@@ -242,7 +242,7 @@ class Silent(Ending):
     def failed(self, error: BaseException) -> None:
         """Save nothing."""
 
-    def stopped(self, reason: str) -> None:
+    def stopped(self, why: Callable[[], str]) -> None:
         """Save nothing."""
 
 

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ...common.errors import Refusal
-from ...common.network import find_link, interfaces, is_loopback, meet, reach
+from ...common.network import find_link, interfaces, is_loopback, meet, why_unreachable
 from ...distributed.rendezvous import fresh_store, job_store
 from ...distributed.world import World
 from .findings import Finding, Level, Report, judged
@@ -88,7 +88,7 @@ def free_port(host: str, port: int, needed: bool = True) -> Iterator[Finding]:
         with socket.create_server((host, 0)):
             pass
     except OSError:  # not an address of this node
-        reason = reach(host, port, 0, "asking node 0")
+        reason = why_unreachable(host, port, 0, "asking node 0")
         yield judged("port", f"{port} of {host} " + (f"does not answer yet ({reason})" if reason else "answers"))
         return
     try:

@@ -1,0 +1,31 @@
+"""Whether a start is a restart of the same launch, which --fresh must not take for another one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..common import keeper_link
+from ..common.processes import stat
+
+
+def launch_token() -> str:
+    """An id of what restarts this process: torchrun's agent, else a keeper; empty without either.
+
+    Its host, pid and start time; or EVENKEEL_LAUNCH, by which a scheduler marks a job as the same one. Without a token
+    each start counts as typed again, also in a loop of a shell.
+    """
+    if known_as := os.environ.get("EVENKEEL_LAUNCH"):
+        return known_as
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not keeper_link.has_keeper():
+        return ""
+    restarter = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
+    known = stat(restarter)  # without /proc the pid must do
+    return f"{socket.gethostname()}:{restarter}:{known.started if known else '?'}"
+
+
+def is_restart(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
+    """Whether the launch with these tokens of its ranks has itself begun the run with this status."""
+    return bool(set(filter(None, tokens)) & set(status.get("launch", [])))
