@@ -123,7 +123,7 @@ class Interruption:
                     _exit_now(KEYBOARD, "second stop signal: exiting without saving", output_timeout=1.0)
                 first, reason = first or time.monotonic(), signal.Signals(number).name
                 if keeper_link.has_keeper() and os.getppid() != self._parent:
-                    reason = "the death of its keeper"
+                    reason = "the death of its parent process, the keeper"
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
             self.begin_end(reason, partial(self._rescue, lambda: self.reason), STOPPED)
