@@ -13,7 +13,7 @@ from evenkeel.run.records import goodput, ledger, read_records
 from tests.cli.test_status import LONG, STATUS, endless, facts
 from tests.support import processes
 from tests.support.processes import ROOT, TRAIN, contents_of, evenkeel, finish, fork, kill_group, read, start, torchrun
-from tests.support.small_runs import PLAN, job, stop_at, told_step, wait_for_step, workers_of
+from tests.support.small_runs import BUG, PLAN, job, stop_at, told_step, wait_for_step, workers_of
 from tests.support.terminal import Terminal
 
 
@@ -40,7 +40,7 @@ def test_every_state_is_told(runs: Path) -> None:
     found = facts(runs)
     assert {name: (it["state"], it["why"]) for name, it in found.items()} == {
         "finished": ("finished", ""),
-        "failed": ("failed", "ZeroDivisionError: a bug in the user's loss"),
+        "failed": ("failed", BUG),
         "stopped": ("stopped", "SIGTERM"),
         "killed": ("lost", "its process is gone and recorded no reason; perhaps it was killed"),
         "working": ("running", ""),
@@ -70,7 +70,7 @@ def test_the_table_fits_the_terminal(runs: Path) -> None:
     assert header.split()[:7] == ["RUN", "STATE", "STEP", "DONE", "ETA", "METRICS", "ATTEMPTS"], "and no JOB"
     assert "GOODPUT" not in header or "%" in wide.rpartition("GOODPUT")[2], "empty in the first minute"
     assert re.search(rf"{runs}/finished +finished +27/27 +100% +train/loss \d\.\d{{4}} +1\b", wide, re.MULTILINE)
-    assert f"{runs}/sweep/failed: failed: ZeroDivisionError: a bug in the user's loss" in lines
+    assert f"{runs}/sweep/failed: failed: {BUG}" in lines
     short = os.path.relpath(runs, ROOT)  # a long name has to be broken
     for width, columns in ((200, 8), (len(short) + 30, 3), (30, 3)):
         text = evenkeel("status", short, env={"COLUMNS": str(width)}).stdout

@@ -50,7 +50,7 @@ def test_the_control_the_default_fails_in_a_line(tmp_path: Path, name: str) -> N
     own = "from evenkeel.tasks import Task\nfrom tests.support import ragged_task\n\n\n"
     (tmp_path / "own.py").write_text(f"{own}class {name}(ragged_task.{name}):\n    collate = Task.collate\n")
     line = refusal(options(f"{tmp_path / 'own.py'}:{name}", tmp_path / "run", "--batch-size", 12), code=1)
-    assert line.startswith("the data set's samples cannot be collated: sample[")
+    assert line.startswith("the data set's samples cannot be collated: part [")
     assert line.endswith("or define collate(samples) in the task, as DataLoader's collate_fn")
 
 

@@ -88,3 +88,6 @@ def test_attempts_add_up_and_the_gaps_are_dead(tmp_path: Path) -> None:
     assert ledger(attempt_ends(path)) == ledger(read_records(path))
     start = {"kind": "start", "step": 0, "time": 100.0, "spent": {"start_up": 4.0}}
     assert ledger([start, start | {"time": 9000.0}])["dead"] == 0, "there was no training to be down"
+    end = {"kind": "stop", "step": 5, "time": 130.0, "spent": {"productive": 9.0}}
+    dead = {why: ledger([start, end | {"reason": why}, start | {"time": 9e3}])["dead"] for why in ("SIGINT", "SIGTERM")}
+    assert dead == {"SIGINT": 0, "SIGTERM": 8866}, "a pause that somebody wanted is none"

@@ -311,7 +311,7 @@ ExhaustedSamples = odd("ExhaustedSamples", train_dataset=lambda task: OfLength(l
 NoSamples = odd("NoSamples", sample=lambda task, index: None)
 Columns = odd("Columns", train_dataset=lambda task: (torch.zeros(13, 3), torch.zeros(13)))
 NoneInside = odd("NoneInside", sample=lambda task, index: (torch.zeros(3), None))
-ManySizes = odd("ManySizes", sample=lambda task, index: (np.zeros((3, 4 + index % 2)), 0))
+ManySizes = odd("ManySizes", train_dataset=lambda _: OfLength(lambda: 13, lambda i: np.zeros((3, 4 + i % 2))))
 
 
 class Bag(UserDict):

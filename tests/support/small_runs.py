@@ -16,13 +16,16 @@ import torch
 
 from evenkeel.common.processes import process_name
 from evenkeel.data.plan import Plan
-from tests.support import processes
+from tests.support import processes, recording_task
 from tests.support.recording_task import SAMPLES
 
 SUPPORT = processes.ROOT / "tests" / "support"
 OLD_RUNS = processes.ROOT / "tests" / "fixtures" / "runs"
 
 TASK = f"{SUPPORT / 'recording_task.py'}:Recorded"
+BUG = "ZeroDivisionError: a bug in the user's loss"
+_BEFORE = Path(recording_task.__file__).read_text().partition(BUG.partition(": ")[2])[0]
+BUG += f" at {recording_task.__file__}:{_BEFORE.count(chr(10)) + 1}"
 ODD_TASKS = SUPPORT / "odd_tasks.py"
 
 EPOCHS, BATCH, MICRO = 3, 12, 3  # 27 steps, 9 an epoch, the last of 5 samples

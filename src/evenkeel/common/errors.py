@@ -71,8 +71,8 @@ def seen_at(method: Any) -> Iterator[None]:
     try:
         yield
     except (Ended, Refusal) as error:
-        code = getattr(inspect.unwrap(method), "__code__", None)
-        if type(error) not in (Ended, EndedHere, Refusal) or not code or owner(code.co_filename) == "engine":
+        code, kinds = getattr(inspect.unwrap(method), "__code__", None), (Ended, EndedHere, Uncollated, Refusal)
+        if type(error) not in kinds or not code or owner(code.co_filename) == "engine":
             raise
         raise type(error)(f"{error}; see {code.co_filename}:{code.co_firstlineno}") from error.__cause__
 

@@ -29,6 +29,7 @@ HINTS = {
     r"\.model\(\) takes 1 positional": "call the argument: model(...), not self.model(...)",
     r"argument 'target' .*must be Tensor, not (tuple|list)$": "are the labels text? Then number them in the data set",
     r"must be Tensor, not str$": "is the batch a dict? Then name its parts: batch['x']",
+    r"modified by an inplace operation": "in loss() or the model: write x = x + y, not x += y, add_() or inplace=True",
     r"^'(tuple|list|dict)' object has no attribute": "not a tensor, but several: take one of them",
 }
 """Patterns in errors of torch -> what to do; these errors do not say it."""

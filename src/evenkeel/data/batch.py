@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..common.errors import Ended, EndedByData, Uncollated, place_of
+from ..common.errors import Ended, EndedByData, Uncollated, place_of, seen_at
 from ..common.memory import is_out_of_memory
 
 
@@ -91,8 +91,9 @@ def collated_by(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
             f"the task's collate() fails{place_of(error.__traceback__)}: {why}; it gets a list of {len(samples)} "
             "samples, as the data set returns them, and must return the batch"
         ) from error
-    if batch is None:  # would be taken for an idle rank's
-        raise Uncollated("the task's collate() returned None: return the batch")
+    with seen_at(own):
+        if batch is None:  # would be taken for an idle rank's
+            raise Uncollated("the task's collate() returned None: return the batch")
     return batch
 
 
@@ -100,14 +101,13 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     """Say in one line which part of the samples cannot be collated, why, and what to return instead."""
     path, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    found = re.search(r"found <class '(.+)'>", why)
-    if found:
-        none = "it is None" if path else "it is None (does __getitem__ return it?)"
+    if found := re.search(r"found <class '(.+)'>", why):
+        none = "it is None" + " (does __getitem__ return it?)" * (not path)
         why = none if found[1] == "NoneType" else f"its type is {found[1]}"
     why = "its sizes differ" if "resize storage" in why else why  # how torch says that in a loader process
     return (
-        f"the data set's samples cannot be collated: {f'sample{path}' if path else 'a sample'}: {why}; return "
-        "tensors, arrays, numbers, strings, or dicts, lists and tuples of them, all of one shape, or define "
+        f"the data set's samples cannot be collated: {f'part {path} of a sample' if path else 'a sample'}: {why}; "
+        "return tensors, arrays, numbers, strings, or dicts, lists and tuples of them, all of one shape, or define "
         "collate(samples) in the task, as DataLoader's collate_fn"
     )
 

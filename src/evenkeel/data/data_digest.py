@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -150,8 +151,7 @@ def alike(one: Digest, other: Digest, tolerance: float = TOLERANCE) -> bool:
 
 def _all_alike(digests: Sequence[Digest], exactly: bool) -> bool:
     """Whether reads of one data set on one machine agree; ``exactly``: to the last digit, as required of a stream."""
-    first, *others = digests
-    return all(first == other or (not exactly and alike(first, other)) for other in others)
+    return all(digests[0] == other or (not exactly and alike(digests[0], other)) for other in digests)
 
 
 class _Digests(Dataset[Any]):
@@ -168,16 +168,12 @@ class _Digests(Dataset[Any]):
                 return digest(self.sets[number].collated(first()), whole=True)
             return digest(self.sets[number].__getitems__(Indices(chosen, 0, MicroBatch(0, 0, 0, len(chosen)))))
         except IndexError as error:
-            return None if self._cannot_be_read(number, 0) else f"IndexError: {error}{place_of(error.__traceback__)}"
+            with suppress(Exception):
+                self.sets[number].__getitems__(Indices([0], 0, MicroBatch(0, 0, 0, 1)))
+                return f"IndexError: {error}{place_of(error.__traceback__)}"
         except Exception:
             return None
-
-    def _cannot_be_read(self, number: int, sample: int) -> bool:
-        try:
-            self.sets[number].__getitems__(Indices([sample], 0, MicroBatch(0, 0, 0, 1)))
-        except Exception:
-            return True
-        return False
+        return None
 
 
 def _add(part: Any, equal: list[str], near: list[float], whole: bool) -> Any:

@@ -46,9 +46,7 @@ def limited(dataset: SizedDataset, samples: int, method: str = "train_dataset") 
         Refusal: the task's `method` did not return a map-style data set.
     """
     size = length(dataset, method)
-    if not 0 < samples < size:
-        return dataset
-    return Limited(dataset, [i * size // samples for i in range(samples)])
+    return Limited(dataset, [i * size // samples for i in range(samples)]) if 0 < samples < size else dataset
 
 
 def split(dataset: SizedDataset, fraction: float, seed: int) -> tuple[Limited, Limited]:
@@ -137,6 +135,13 @@ def sample_of(dataset: Any, index: int) -> Any:
         with suppress(Exception):  # its attributes are read-only, as those of a frozen dataclass
             error.__notes__ = [*getattr(error, "__notes__", ()), f"(sample {index})"]  # type: ignore[attr-defined]
         raise
+
+
+def reader_of(dataset: Any) -> Any:
+    """The method that returns the samples of a data set, or of the one inside subsets."""
+    while type(dataset) in (Subset, Limited):
+        dataset = dataset.dataset
+    return getattr(type(dataset), "__getitems__", getattr(type(dataset), "__getitem__", None))
 
 
 def whole_fetch(dataset: SizedDataset, samples: bool = False) -> Callable[[Indices], Any] | None:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from ..common.errors import EndedByData, no_exit, place_of
+from ..common.errors import EndedByData, no_exit, place_of, seen_at
 from ..common.processes import kill_at_exit, outlive_signals, shorten_temp_dir
 from .batch import collate, collated_by
-from .dataset import Collated, Rows, SizedDataset, sample_of, tell_epoch, whole_fetch
+from .dataset import Collated, Rows, SizedDataset, reader_of, sample_of, tell_epoch, whole_fetch
 from .order import Ordered
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
@@ -58,7 +58,7 @@ class Seeded(Dataset[Any]):
             with no_exit(EndedByData):  # a SystemExit would only end the loader process
                 tell_epoch(self.dataset, indices.epoch)
                 if self.fetch_all:
-                    self._seed(indices.epoch, indices.micro_batch.start)
+                    seed_host(derive(self.seed, self.purpose, indices.epoch, indices.micro_batch.start))
                     fetched = self.fetch_all(indices)
                 else:
                     first = indices.micro_batch.start
@@ -74,16 +74,14 @@ class Seeded(Dataset[Any]):
     def collated(self, samples: Any, epoch: int = 0, start: int = 0) -> Any:
         """Collate a list of samples that begins at this position of an epoch; return a batch unchanged."""
         if self._collate is None or not isinstance(samples, list):
-            return collate(samples)
+            with seen_at(reader_of(self.dataset)):
+                return collate(samples)
         seed_host(derive(self.seed, f"{self.purpose} collate", epoch, start))
         return collated_by(self._collate, samples)
 
     def _sample(self, epoch: int, index: int, place: int) -> Any:
-        self._seed(epoch, place)
-        return sample_of(self.dataset, index)
-
-    def _seed(self, epoch: int, place: int) -> None:
         seed_host(derive(self.seed, self.purpose, epoch, place))
+        return sample_of(self.dataset, index)
 
 
 def loader(

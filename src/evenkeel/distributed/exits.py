@@ -75,7 +75,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return REFUSED
     except Exception as error:
         # printed here, so that `leave` can follow: shutting down the interpreter delays a restart by a second
-        line, again = reason_of(error).rstrip(".: ") + _place(error), False
+        line, again = reason_of(error), False
         if keeper_link.has_keeper() and is_loss_of_a_rank(error):
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         else:
@@ -83,19 +83,9 @@ def exit_code(main: Callable[[], int | None]) -> int:
             if speaks and not _failed_before(line):
                 _print_traceback(error)
             if speaks:
-                rank = os.environ.get("RANK", "0")
-                say(f"evenkeel: rank {rank} failed: {line}{AGAIN * again}", to_stderr=True)
+                say(f"evenkeel: rank {os.environ.get('RANK', '0')} failed: {line}{AGAIN * again}", to_stderr=True)
         _shorten_report(line, with_traceback=True)
         return _failed(again)
-
-
-def _place(error: Exception) -> str:
-    """Where an error comes from, and what to do if that is the engine's code."""
-    last = _frames(error)[-1]
-    if owner(last.filename) != "engine" or hint(error) or not is_mistake(error):
-        return place_in(_frames(error))
-    here = f" at {last.filename}:{last.lineno}, in Evenkeel's own code"
-    return f"{here}: unless your task explains it, this is a bug; report it with this output"
 
 
 def _print_traceback(error: Exception) -> None:
@@ -111,7 +101,7 @@ def _print_traceback(error: Exception) -> None:
         shown = traceback.format_list([it for it in frames if owner(it.filename) == "user"])
         where = f"; all of it is in {log}" * logged
         say(f"Traceback (most recent call last), your files only{where}:", to_stderr=True)
-        say("".join(shown) + (reason_of(error) if _is_of_loader(error) else last), to_stderr=True)
+        say("".join(shown) + (_what(error) if _is_of_loader(error) else last), to_stderr=True)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
 
@@ -128,7 +118,17 @@ def _is_of_loader(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, in a line."""
+    """What went wrong, in a line, and where; if that is the engine's code, also what to do."""
+    if isinstance(error, Ended | Refusal):
+        return _what(error)
+    line, frames = _what(error).rstrip(".: "), _frames(error)
+    if not frames or owner((last := frames[-1]).filename) != "engine" or hint(error) or not is_mistake(error):
+        return line + place_in(frames)
+    line += f" at {last.filename}:{last.lineno}, in Evenkeel's own code"
+    return f"{line}: unless your task explains it, this is a bug; report it with this output"
+
+
+def _what(error: BaseException) -> str:
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
     text = "\n".join((f"{name}{error}".strip(), *getattr(error, "__notes__", ())))
     sample = re.search(r"^\(sample \d+\)$", text, re.M)  # of `Seeded`

@@ -103,9 +103,8 @@ def read_record(line: bytes, example: Mapping[str, Any] = RECORD) -> dict[str, A
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not all(alike(found.get(name), example[name]) for name in example):
-        return None
-    return found if all(alike(found[name], MORE[name]) for name in MORE.keys() & found.keys()) else None
+    fits = isinstance(found, dict) and all(alike(found.get(name), example[name]) for name in example)
+    return found if fits and all(alike(found[name], MORE[name]) for name in MORE.keys() & found.keys()) else None
 
 
 def read_records(path: Path, tail: int = 0, example: Mapping[str, Any] = RECORD) -> Iterator[dict[str, Any]]:
@@ -175,8 +174,8 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float | None]:
 def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Seconds by account, from the start of the first attempt to the last record.
 
-    Each record says what its attempt has spent so far (`Activity.spent`), so that even one that was killed has
-    accounted for its time up to its last record. The time from there to the next start is dead, once a step is done.
+    Each record has the seconds of its attempt so far (`Activity.spent`), even of one that was killed later. The time
+    from there to the next start is dead, once a step is done, but not after Ctrl-C.
 
     Args:
         records: lines of metrics.jsonl, in order.
@@ -187,7 +186,8 @@ def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
         if record["kind"] == "start" and end:
             seconds = {name: value + spent.get(name, 0.0) for name, value in seconds.items()}
             seconds["dead"] += max(0.0, record["time"] - sum(record["spent"].values()) - end) * (step > 0)
-        spent, end, step = record["spent"], record["time"], max(step, record.get("step", 0))
+        spent, step = record["spent"], max(step, record.get("step", 0))
+        end = float("inf") if (record["kind"], record.get("reason")) == ("stop", "SIGINT") else record["time"]
     return {name: round(value + spent.get(name, 0.0), 3) for name, value in seconds.items()}
 
 

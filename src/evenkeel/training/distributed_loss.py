@@ -284,7 +284,8 @@ class DistributedLoss:
         self.reduction.end()
         self._side_effects.check()
         if not (self._unused or self._has_all()):
-            raise missing_gradients(self._network)
+            with seen_at(self._loss.function):
+                raise missing_gradients(self._network)
         if self._sums.part_names is None:  # once
             check_dense(self._learning)
             self._agree_on_parts()
@@ -298,8 +299,7 @@ class DistributedLoss:
         self._loss.parts[:] = known[:1]
 
     def _has_all(self) -> bool:
-        """Whether all learning parameters have a reduced gradient. With DDP it is not enough that each has one: it may
-        be of an earlier micro-batch, which is not reduced yet."""
+        """Whether all learning parameters have a reduced gradient; DDP's may be of an earlier micro-batch."""
         reduced = self.reduction.complete or not isinstance(self.module, DistributedDataParallel)
         return reduced and all(parameter.grad is not None for parameter in self._learning)
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.utils.data import default_collate
 
-from ..common.errors import Refusal, place_of
+from ..common.errors import Refusal, place_of, seen_at
 from ..common.naming import TEST, TRAIN, VALIDATION
 from ..config import Config
 from ..data.data_digest import TRAINING
@@ -97,7 +97,8 @@ def training_set(task: TaskData, config: Config, unchanged: bool = False) -> Siz
     """
     seed_task(config.seed, "data")
     whole = numbered(_data_of(task.unchanged_train_dataset if unchanged else task.train_dataset), config, unchanged)
-    part = _trained_on(whole, config)
+    with seen_at(task.train_dataset):
+        part = _trained_on(whole, config)
     dataset = collated(task, part)
     if unchanged:
         return dataset
@@ -112,7 +113,7 @@ def training_set(task: TaskData, config: Config, unchanged: bool = False) -> Siz
 
 def _trained_on(whole: SizedDataset, config: Config) -> SizedDataset:
     """The samples that --validation and --limit-batches leave of the training data."""
-    part = split(whole, config.validation, _split_seed(config))[0] if config.validation else whole
+    part = split(whole, config.validation, derive(config.seed, VALIDATION))[0] if config.validation else whole
     return limited(part, config.limit_batches * config.batch_size)
 
 
@@ -175,10 +176,6 @@ def _data_of(method: Callable[[], T]) -> T:
         ) from error
 
 
-def _split_seed(config: Config) -> int:
-    return derive(config.seed, "validation")
-
-
 def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
     """The sets that a task is evaluated on, by name, also the same on every rank; there may be none. The first one
     decides which checkpoint is the best.
@@ -192,7 +189,9 @@ def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
         if validation is not None:
             raise Refusal(f"--validation {config.validation:g}: the task has its own validation set; leave it out")
         seed_task(config.seed, "data")
-        validation = split(_data_of(task.unchanged_train_dataset), config.validation, _split_seed(config))[1]
+        validation = split(_data_of(task.unchanged_train_dataset), config.validation, derive(config.seed, VALIDATION))[
+            1
+        ]
     seed_task(config.seed, "data")
     test = _data_of(task.test_dataset)
     several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
@@ -208,7 +207,8 @@ def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
         sets[name] = dataset
     for name, dataset in sets.items():
         method = "validation_dataset" if name == VALIDATION else "test_dataset"
-        sets[name] = collated(task, limited(dataset, config.limit_batches * config.batch_size, method))
-        if not len(sets[name]):
-            raise Refusal(f"--task {config.task}: its {name} data is empty")
+        with seen_at(getattr(task, method)):
+            sets[name] = collated(task, limited(dataset, config.limit_batches * config.batch_size, method))
+            if not len(sets[name]):
+                raise Refusal(f"--task {config.task}: its {name} data is empty")
     return sets

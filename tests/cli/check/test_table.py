@@ -70,9 +70,11 @@ def test_all_is_well(jobs: Path) -> None:
 
 
 def test_a_job_that_failed_or_was_not_run(jobs: Path) -> None:
-    rows = {row.name: row for row in left(jobs, **{"tree-2": "exit code 1: a bug", "ring-1": "not run: why"})}
+    missing = {"tree-2": "exit code 1: a bug", "ring-1": "not run: why", "stop": "not run: why"}
+    rows = {row.name: row for row in left(jobs, **missing)}
     assert (rows["bits, 1-3 ranks"].result, rows["bits, 1-3 ranks"].figure) == (FAILED, "exit code 1: a bug")
-    assert (rows["numbers, 1-3 ranks"].result, rows["numbers, 1-3 ranks"].figure) == (UNCHECKED, "why")
+    for name in ("numbers, 1-3 ranks", "stop", "resize"):
+        assert (rows[name].result, rows[name].figure) == (UNCHECKED, "why"), name
 
 
 def test_what_the_task_has_shown_is_in_its_row() -> None:

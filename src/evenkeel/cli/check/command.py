@@ -45,7 +45,7 @@ class CheckCommand:
 
     Options of train.py follow `--`. The command reads your data, calls your loss and metrics, and runs eight short jobs
     in a temporary folder, some of which it kills or stops. With a small model this takes about two minutes on two idle
-    cores. Exit code 0: no check failed, 1: some failed, 2: refused.
+    cores. Exit code 0: no check failed, 1: some failed, 2: refused, 130: interrupted.
     """
 
     task: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""

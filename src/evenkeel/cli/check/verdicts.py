@@ -168,7 +168,7 @@ class Left:
         where = "mid-epoch" if step % self.probe["steps"] else "between epochs"
         compared = f"{event} in step {step + 1} ({where}), against a job without it"
         row = Row(name, compared, PASSED, "no step lost, the same bits")
-        if absent := self._absent(row, "tree-2", job):
+        if absent := self._absent(row, job) or self._absent(row, "tree-2"):
             return absent
         starts = [record["step"] for record in self._records(job, "start")]
         if starts[attempt : attempt + 1] != [step]:
