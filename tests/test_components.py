@@ -19,10 +19,10 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1733,
     "config": 595,
-    "data": 3143,
+    "data": 3144,
     "distributed": 2445,
     "resilience": 1757,
-    "training": 6629,
+    "training": 6628,
     "run": 6939,
     "tasks": 2286,
     "mirror": 567,

@@ -189,9 +189,8 @@ def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
         if validation is not None:
             raise Refusal(f"--validation {config.validation:g}: the task has its own validation set; leave it out")
         seed_task(config.seed, "data")
-        validation = split(_data_of(task.unchanged_train_dataset), config.validation, derive(config.seed, VALIDATION))[
-            1
-        ]
+        whole = _data_of(task.unchanged_train_dataset)
+        _, validation = split(whole, config.validation, derive(config.seed, VALIDATION))
     seed_task(config.seed, "data")
     test = _data_of(task.test_dataset)
     several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
