@@ -81,7 +81,8 @@ class Peers:
         """Join again after the store was lost, if it answers now. A child tries that first, as it may never end."""
         with contextlib.suppress(OSError):  # no more processes
             if not (child := os.fork()):
-                signal.alarm(int(REQUEST_TIMEOUT))  # ends it
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(int(REQUEST_TIMEOUT))  # ends it, unlike a handler in Python, which waits for torch
                 self.join(self._generation)
                 os._exit(0 if self._store else 1)
             if os.waitpid(child, 0)[1] == 0:
