@@ -21,7 +21,7 @@ BUDGET = {
     "config": 595,
     "data": 3144,
     "distributed": 2445,
-    "resilience": 1758,
+    "resilience": 1762,
     "training": 6628,
     "run": 6939,
     "tasks": 2286,

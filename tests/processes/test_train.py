@@ -78,7 +78,7 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> No
     assert (status["state"], status["step"]) == ("failed", 2)
     assert line.startswith(" ".join(status["reason"].split()))
     assert [r["reason"] for r in processes.records(run_dir, "failure")] == [status["reason"]]
-    assert "failed at step 2; no step has finished yet; nothing to save" in ranks[0].stdout
+    assert "failed at step 2; no step has finished in this attempt; nothing to save" in ranks[0].stdout
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
         "the batch was [8, 4] float32, [8] int64",
         "of its limit of",
         "the same command with --micro-batch 4 instead of 8 goes on",
-        "no step has finished yet; nothing to save",
+        "no step has finished in this attempt; nothing to save",
     ):
         assert part in line
 

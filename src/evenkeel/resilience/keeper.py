@@ -16,8 +16,7 @@ stores the last finished step in memory (`memory_checkpoint`), and every keeper 
 the same roll-call as after a restart by torchrun, so keepers need no agreement of their own: a rank that dies early is
 only late for the roll-call.
 
-`Keeper._handle_end` says after which ends of a trainer another is forked. All else (an exception, out of memory, exit
-code 2; 0 if no other rank has died; 75 without REGROUP) goes to the agent: the keeper ends as its trainer did.
+`Keeper._handle_end` says after which ends of a trainer another is forked. After others the keeper ends as it did.
 
 A fork copies one thread. So the keeper has only one, no GPU context and no process group, and waits for signals by
 `sigtimedwait`. Where a fork is not safe (`forking`) the process trains itself, as without a keeper.

@@ -254,6 +254,9 @@ class KeeperMemory:
             traceback.print_exc()
         if pid == 0:
             os._exit(failed)
+        if failed:
+            _report_lost(checkpoint.step, 1)
+        self._close_unused(checkpoint)
 
     def discard(self) -> None:
         """Free the stored state: the run has come further. What is still being written is freed afterwards."""

@@ -56,7 +56,7 @@ class Peers:
         """Exchange messages from now on with the ranks that meet under this name; "": with none yet."""
         self._generation, self._store = generation, None
         if generation:  # the store has just answered this rank, so connecting will not block the keeper
-            with contextlib.suppress(RuntimeError, EndedHere):
+            with contextlib.suppress(RuntimeError, OSError, EndedHere):
                 self._connection = self._connection or self._connect()
                 self._store = generation_store(self._connection, self._world_size, generation)
 
@@ -81,10 +81,12 @@ class Peers:
         """Join again after the store was lost, if it answers now. A child tries that first, as it may never end."""
         with contextlib.suppress(OSError):  # no more processes
             if not (child := os.fork()):
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(int(REQUEST_TIMEOUT))  # ends it, unlike a handler in Python, which waits for torch
-                self.join(self._generation)
-                os._exit(0 if self._store else 1)
+                try:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                    signal.alarm(int(REQUEST_TIMEOUT))  # ends it, unlike a handler in Python, which waits for torch
+                    self.join(self._generation)
+                finally:  # whatever happens: this is no second keeper
+                    os._exit(0 if self._store else 1)
             if os.waitpid(child, 0)[1] == 0:
                 self.join(self._generation)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -187,7 +188,8 @@ def ledger(records: Iterable[dict[str, Any]]) -> dict[str, float]:
             seconds = {name: value + spent.get(name, 0.0) for name, value in seconds.items()}
             seconds["dead"] += max(0.0, record["time"] - sum(record["spent"].values()) - end) * (step > 0)
         spent, step = record["spent"], max(step, record.get("step", 0))
-        end = float("inf") if (record["kind"], record.get("reason")) == ("stop", "SIGINT") else record["time"]
+        wished = record["kind"] == "stop" and record.get("reason") in ("SIGINT", "Ctrl-C")  # the latter in a notebook
+        end = math.inf if wished else record["time"]
     return {name: round(value + spent.get(name, 0.0), 3) for name, value in seconds.items()}
 
 

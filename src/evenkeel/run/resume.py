@@ -195,11 +195,10 @@ class Resume:
         others = self._other_bits
         if MICRO_BATCH in others:
             before, now = others[MICRO_BATCH]
-            option, value = read_cut(before)
             log.warning(
                 "from step %d on a step is cut into %s, before into %s: each batch has the same samples, but dropout, "
                 "mixing, BatchNorm's groups and the last bits change; if that matters, add %s, the cut before",
-                step, cut_in_words(now), cut_in_words(before), f"{flag(option)} {value}",
+                step, cut_in_words(now), cut_in_words(before), flag("{} {}".format(*read_cut(before))),
             )  # fmt: skip
         if others:
             # with the ring the bits also depend on the number of ranks, and are not promised

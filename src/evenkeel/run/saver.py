@@ -31,7 +31,7 @@ RANK_DELAY = 0.05
 DISK_TIMEOUT = 1.0
 """Seconds in which a disk must answer which step is the newest there, before a rescue that memory is enough for."""
 
-NOTHING_NEW = "no step has finished yet; nothing to save"
+NOTHING_NEW = "no step has finished in this attempt; nothing to save"
 
 
 class Saver:
@@ -137,8 +137,7 @@ class Saver:
         return self._keeper_memory and rank_memory.store(partial(torch.save, captured), facts)
 
     def _newest_on_disk(self) -> int:
-        """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory. Asks in the
-        thread for checkpoints, which has nothing to do."""
+        """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory."""
         with contextlib.suppress(OSError, TimeoutError):
             return self._thread.submit(self.checkpoints.newest_step).result(DISK_TIMEOUT)
         return 0
