@@ -228,8 +228,7 @@ def test_a_keeper_that_lost_a_slow_store_is_not_waited_for(rejoins: bool, monkey
         other.join("a")
         slow.join("a")
         os.kill(server.pid, signal.SIGSTOP)
-        assert not slow.learn_of_death()
-        assert slow._store is None
+        wait_until(lambda: not slow.learn_of_death() and slow._store is None, "the loss: it may still answer at first")
         if not rejoins:
             monkeypatch.setattr(Peers, "_rejoin", lambda _: None)
         if rejoins:
