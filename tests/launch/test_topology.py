@@ -160,7 +160,7 @@ def test_a_dry_run_needs_no_other_node(node: int, capsys: pytest.CaptureFixture[
     assert meeting in printed
     assert "--local-addr" not in printed
     assert said.startswith("evenkeel: --master no-such-host.invalid: cannot be reached from this node: ")
-    assert said.endswith("; the command below lacks that address\n")
+    assert said.endswith("; the command below lacks this node's address\n")
     assert exit_code(lambda: launchers.main(argv, REPOSITORY / "train.py")) == REFUSED
 
 

@@ -200,7 +200,7 @@ def prepare(argv: Sequence[str], train: Path) -> Start:
     except Refusal as refusal:
         if not typed.dry_run:
             raise
-        print(f"evenkeel: {refusal}; the command below lacks that address", file=sys.stderr)
+        print(f"evenkeel: {refusal}; the command below lacks this node's address", file=sys.stderr)
         link = Link("")
     return Start(typed, topology, link, torchrun(topology, link, script, train_args), config)
 

@@ -371,9 +371,9 @@ def one_number(name: str, mean: Tensor) -> float:
     """The mean of a metric that has one number for each sample."""
     if mean.numel() == 1:
         return float(mean)
-    raise Ended(
+    raise EndedHere(
         f"metrics() returned '{name}' with {mean.numel()} numbers, {list(mean.shape)}, for each sample: return one per "
-        "sample, or override summarize(means) to turn their means into numbers"
+        "sample (was [N, 1] broadcast against [N]?), or override summarize(means) to turn their means into numbers"
     )
 
 
