@@ -24,7 +24,7 @@ from tests.support.processes import (
     torchrun,
 )
 from tests.support.refusals import NONSENSE, REFUSER
-from tests.support.small_runs import interrupt, job
+from tests.support.small_runs import interrupt, job, kept_job, own_task
 from tests.tasks.test_command_line import once
 
 
@@ -44,6 +44,15 @@ def test_a_real_refusal_under_torchrun(tmp_path: Path, command: str, expected: i
     done = run(argv, cwd=tmp_path, expect=expected)
     assert (done.stdout, own_lines(done)) == ("", NONSENSE)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_refusal_by_a_fork_is_printed_once(tmp_path: Path) -> None:
+    """Its keeper has SIGTERM blocked, which the agent sends before it ends: they waited for each other."""
+    refused = "from evenkeel.common.errors import Refusal"
+    task = own_task(tmp_path, "def model(self):\n    raise Refusal('no')", refused)
+    done = run(torchrun(2, TRAIN, *kept_job(tmp_path / "run", "--task", task)), expect=-signal.SIGALRM)
+    assert own_lines(done) == "evenkeel: no\n"
 
 
 @pytest.mark.slow

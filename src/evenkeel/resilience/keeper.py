@@ -303,6 +303,7 @@ class Keeper:
     def _end(self, code: int) -> NoReturn:
         """End this process as its trainer has ended, which has run all exit handlers."""
         if code == REFUSED and "refusal" in self._messages:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # else the agent waits for this process
             refuse(self._messages["refusal"])
         if code:
             self._peers.report_end()

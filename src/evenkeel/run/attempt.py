@@ -137,8 +137,7 @@ class Attempt:
         if (reason := why()) == REGROUPING:
             return
         if (mine := self._directory) and mine.recorded:
-            # stays "running" after a restart: the state may be in memory alone yet, and `is_untrained` takes a run that
-            # is "stopped" and has no checkpoint for one that may be started again with other options
+            # after a restart the state may be in memory alone, and "stopped" without a checkpoint means untrained
             state: RunState = "stopped" if mine.attempts == 1 else "running"
             with contextlib.suppress(OSError):
                 mine.update(state, reason=reason, **crash_loop.CLEARED)
