@@ -161,7 +161,7 @@ class Ending:
         regroups = (reason := why()) == REGROUPING
         self._record_end("stopped", reason, STOPPED, **({} if regroups else crash_loop.CLEARED))
         if regroups:
-            self._attempt.say(f"evenkeel: another rank died; {saved}; this rank starts again")
+            self._attempt.say(f"evenkeel: rank 0 lost another rank; {saved}; it starts again")
             return
         traceback = ends_with_traceback(keeper_link.launcher())
         more = " (torchrun may print a traceback; that is not an error)" if traceback else ""
@@ -189,7 +189,7 @@ class Ending:
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # nor is the traceback printed here
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
-        self._record_failure(error, saved, "another rank has died" if lost else "failed")
+        self._record_failure(error, saved, "rank 0 lost another rank" if lost else "failed")
         return saved
 
     def hung(self) -> None:

@@ -38,8 +38,8 @@ def test_with_a_line_for_ten_steps_a_line_counts_ten(tmp_path: Path) -> None:
     records = [("start", 0, 0.0), ("train", 10, 1.0), ("start", 5, 2.0), ("train", 10, 3.0), ("train", 20, 4.0)]
     report = dict(steps(progress_of(tmp_path, *records, status={"step": 25})))
     assert report["steps done"] == "25 of 0"
-    assert report["lost, done again"] == "1 lines of 10 steps"
-    assert report["done, not logged"] == "0 lines of 10 steps"
+    assert report["lost, done again"] == "1 (of the lines logged each 10 steps)"
+    assert report["done, not logged"] == "0 (of the lines logged each 10 steps)"
 
 
 def test_records_of_an_earlier_time_do_not_count(tmp_path: Path) -> None:

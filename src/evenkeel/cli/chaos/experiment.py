@@ -144,7 +144,7 @@ def steps(progress: Progress) -> Iterator[tuple[str, str]]:
     first = min((int(record["step"]) for record in progress.of("start")), default=0)
     done = max([first, *logged, int(progress.status.get("step", 0))])
     due = {step for step in range(first + 1, done + 1) if step % every == 0}
-    each = f" lines of {every} steps" * (every > 1)
+    each = f" (of the lines logged each {every} steps)" * (every > 1)
     total = progress.status.get("total_steps", 0)
     yield "steps done", f"{done} of {total}" + f", {first} of them before" * bool(first)
     yield "lost, done again", f"{logged.total() - len(logged)}{each}"
