@@ -281,7 +281,7 @@ class Sharding:
 
     def described(self, state: dict[str, Any], whole: bool = False) -> dict[str, Any]:
         """A state that has this rank's rows of divided tensors, or all, and under "rows" how many there are of each.
-        Of a ``whole`` state they are counted in it: the model may have others, which `State.load` refuses."""
+        Of a ``whole`` state they are counted in it: the model may have others, which `State.restore` refuses."""
         entries = (entry for saved in state["optimizers"] for entry in saved["state"].items())
         there = [whole, *state, *([i, *(name for name, it in entry.items() if it is not None)] for i, entry in entries)]
         counted = self._counted
