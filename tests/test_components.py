@@ -17,10 +17,10 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1733,
+    "common": 1740,
     "config": 595,
     "data": 3144,
-    "distributed": 2445,
+    "distributed": 2442,
     "resilience": 1763,
     "training": 6628,
     "run": 6938,

@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from evenkeel.common.display import Display, Line, say
+from evenkeel.common.phases import activity
+from tests.support.small_runs import PLAN
 from tests.support.terminal import CONTROL, Terminal
 
 TASK = """
@@ -139,6 +141,21 @@ def test_a_loader_process_prints_while_the_line_is_drawn(monkeypatch: pytest.Mon
         thread.join()
         display.stop()
     assert code == 0
+
+
+def test_below_a_text_is_the_present_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """rich would draw the last one again, and after a fast epoch the bar went back."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(activity, "step", 1)
+    display = Display()
+    display.begin(PLAN)
+    display._live.refresh()
+    activity.step = 2
+    print("said")
+    display.stop()
+    shown = CONTROL.sub("", capsys.readouterr().out)
+    assert f"step 1/{PLAN.total_steps}" in shown.partition("said")[0]
+    assert f"step 1/{PLAN.total_steps}" not in shown.partition("said")[2]
 
 
 class Gone(io.StringIO):

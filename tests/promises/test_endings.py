@@ -53,6 +53,9 @@ def test_any_rank_is_killed_and_no_step_is_lost_and_no_bit_changes(
         ends = [it["last_end"] for it in records(run_dir, "start")[1:]]
         assert ends == [f"rank {victim} was killed by SIGKILL" for victim in (0, 1, 0)]
         assert "Traceback" not in done.stderr
+    else:
+        assert done.stderr.count("evenkeel: the keeper of rank 1 was killed; torchrun decides") == 1
+        assert "a restart or the same command continues there" in done.stdout
     assert runs.no_step_is_done_twice(run_dir)
     assert all(step > 0 for step in starts(run_dir)[1:])
     assert runs.restarts_of(run_dir) == ((0, 3) if dies == "trainer" else (3, 0))

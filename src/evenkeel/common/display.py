@@ -82,6 +82,13 @@ def say(text: str, to_stderr: bool = False) -> None:
         print(f"{plain(text)}\n", end="", file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
+def flush() -> None:
+    """Write out what stdout and stderr still have; no error if a reader is gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
 def styled(text: str, style: str = "") -> Text:
     """The same for rich's tables and live lines."""
     from rich.text import Text
@@ -146,7 +153,7 @@ def _is_seen() -> bool:
 
 
 class Display:
-    """The line, below all other output."""
+    """The line, below all other output. rich asks for the present one (`__rich__`) also below a text that it prints."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -170,7 +177,7 @@ class Display:
         self._end = ""
         self._seen = 0  # the step of the last redraw
         self._points: deque[tuple[float, int]] = deque(maxlen=80)  # time and step of the last redraws with a new step
-        self._live = Live(console=console, get_renderable=self._line, refresh_per_second=4, transient=True)
+        self._live = Live(self, console=console, refresh_per_second=4, transient=True)
         self._live.start(refresh=True)
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
@@ -190,7 +197,7 @@ class Display:
         if self._live.is_started:
             console.pop_render_hook()
 
-    def _line(self) -> Line:
+    def __rich__(self) -> Line:
         step = activity.step
         return Line(step, self._plan.total_steps if self._plan else 0, [self._end or _doing(), *self._facts(step)])
 

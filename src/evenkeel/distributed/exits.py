@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..common import keeper_link
-from ..common.display import say
+from ..common.display import flush, say
 from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, Uncollated, place_in
 from ..common.naming import owner
 from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
@@ -41,7 +41,7 @@ OF_MACHINES = (
 """Patterns in such errors that the next try may not have, but not in "found cuda:0 and cpu"; the last two: in a loader
 process, with another cause."""
 
-AGAIN = "; the same error again, before the first step: not tried again"
+AGAIN = "; the same error twice in a row: not tried again"
 
 OTHERS_SPEAK = 10.0
 """Seconds that other ranks of a node wait for local rank 0 to print a refusal before they print it themselves."""
@@ -178,7 +178,7 @@ def _failed_before(line: str) -> bool:
 
 def _comes_again(error: BaseException, line: str) -> bool:
     """Whether torchrun should not try again: the first rank to fail of two attempts, and this one, had this error
-    before a step was finished, and it is a mistake in the code. Only on one node: another may have failed otherwise."""
+    before it finished a step, and it comes from code. Only on one node: another may have failed otherwise."""
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
     if keeper_link.has_sent("progress") or not (alone and _failed_before(line) and is_mistake(error)):
         return False
@@ -222,8 +222,7 @@ def forget_error() -> None:
 
 
 def _bytes(line: str) -> bytes:
-    # a path need not be UTF-8; and an error in a later step is another one
-    return (line + "\n" * keeper_link.has_sent("progress")).encode("utf-8", "backslashreplace")
+    return line.encode("utf-8", "backslashreplace")  # a path need not be UTF-8
 
 
 def _says(mark: Path, line: str) -> bool:
@@ -281,7 +280,5 @@ def leave(code: int) -> NoReturn:
     if not keeper_link.has_sent("lost"):  # else the next fork misses what they delete
         atexit._run_exitfuncs()
     leave_nothing()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a closed pipe
-            stream.flush()
+    flush()
     os._exit(code)

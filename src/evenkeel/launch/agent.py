@@ -4,7 +4,7 @@
 
 torchrun itself exits with 1 whatever happened. A scheduler or container engine must know whether to start the job
 again: 0 finished, 75 (:data:`~evenkeel.resilience.interruption.STOPPED`) stopped and can be continued, also by the loss
-of node 0 or because too few nodes have come, 2 refused, or the same error twice before the first step, 137 a rank was
+of node 0 or because too few nodes have come, 2 refused, or the same error twice in a row, 137 a rank was
 killed too often; any other code is a bug.
 """
 

@@ -34,6 +34,9 @@ KEYBOARD = 130
 REGROUPING = "the death of another rank"
 """Reason of an end that this rank's keeper requested, to fork it again."""
 
+ORPHANED = "the death of its parent process, the keeper"
+"""Reason of an end after which torchrun starts all ranks again, if it may."""
+
 ERROR = "an error"
 """Reason of an end by an error in the main thread."""
 
@@ -123,7 +126,7 @@ class Interruption:
                     _exit_now(KEYBOARD, "second stop signal: exiting without saving", output_timeout=1.0)
                 first, reason = first or time.monotonic(), signal.Signals(number).name
                 if keeper_link.has_keeper() and os.getppid() != self._parent:
-                    reason = "the death of its parent process, the keeper"
+                    reason = ORPHANED
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
             self.begin_end(reason, partial(self._rescue, lambda: self.reason), STOPPED)
@@ -136,7 +139,8 @@ class Interruption:
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:
-            _exit_now(code)
+            orphaned = self.reason == ORPHANED and (rank := os.environ.get("RANK", "0")) != "0"  # whose end has a line
+            _exit_now(code, f"the keeper of rank {rank} was killed; torchrun decides" if orphaned else "")
 
     def _give_up(self, code: int) -> None:
         time.sleep(self.grace)
@@ -171,9 +175,7 @@ def _exit_now(code: int, last_line: str = "", output_timeout: float | None = Non
             display.stop()
         with contextlib.suppress(Exception):  # the same Ctrl-C may have ended the reader
             print(f"evenkeel: {last_line}\n" if last_line else "", end="", file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        display.flush()
         leave_nothing()
 
     try:

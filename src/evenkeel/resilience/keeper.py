@@ -41,7 +41,7 @@ from typing import NoReturn
 import torch
 
 from ..common import keeper_link
-from ..common.display import say
+from ..common.display import flush, say
 from ..common.errors import FAILED, REFUSED
 from ..common.phases import activity
 from ..common.processes import (
@@ -136,9 +136,7 @@ class Keeper:
         self._messages, self._regroup_time, self._partial_line = {}, 0.0, b""
         self._peers.join("")
         self._memory.prepare()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
+        flush()
         keeper, launcher = os.getpid(), os.getppid()
         try:
             pid = os.fork()

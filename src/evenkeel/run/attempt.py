@@ -113,8 +113,7 @@ class Attempt:
         self.lead: Lead | None = None
         self.hosts: list[str] = []
         self._notices: list[str] = []  # warnings to log when the attempt has begun; "" for none
-        self.harmless = task.harmless
-        self._cutter = cutter
+        self.harmless, self._cutter = task.harmless, cutter
         self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
 
     def close(self) -> None:

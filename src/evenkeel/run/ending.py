@@ -165,7 +165,8 @@ class Ending:
             return
         traceback = ends_with_traceback(keeper_link.launcher())
         more = " (torchrun may print a traceback; that is not an error)" if traceback else ""
-        self._attempt.say(f"evenkeel: stopped by {reason}; {saved}; the same command continues there{more}")
+        restart = "a restart or " * (reason == "SIGTERM")  # torchrun sends it also when another rank has failed
+        self._attempt.say(f"evenkeel: stopped by {reason}; {saved}; {restart}the same command continues there{more}")
 
     def failed(self, error: BaseException) -> None:
         """Save the last finished step after an error here or on another rank.

@@ -16,7 +16,7 @@ from ..common.errors import Ended
 from .precision import Scaler
 
 
-class NonFinite(Ended):
+class NonFinite(Ended, FloatingPointError):  # noqa: N818
     """A step, counted from 1, was not finite. It has changed nothing."""
 
     def __init__(self, step: int) -> None:

@@ -172,7 +172,7 @@ class State:
                 self.average.update(self.step + 1, nonfinite)
             self.step += 1
         self._verdict.ask(failed)
-        if self._verdict.known:
+        if self._verdict.known or skip is True:  # else a rescue would find `queued` ahead of the device
             self.settle()
         activity.step = self.step
 
