@@ -240,23 +240,23 @@ class KeeperMemory:
         try:
             pid = os.fork()
         except OSError:  # no more processes, or no memory for one: then the keeper writes, and the ranks wait
-            pid = -1
-        if pid > 0:
-            self._writers[pid] = checkpoint, tries - 1
+            if not self._try_to_save(checkpoint):
+                _report_lost(checkpoint.step, 1)
+            self._close_unused(checkpoint)
             return
         if pid == 0:
             name_process("writer")
-        failed = True
+            os._exit(not self._try_to_save(checkpoint))
+        self._writers[pid] = checkpoint, tries - 1
+
+    def _try_to_save(self, checkpoint: Stored) -> bool:
+        """Save it; False, after the traceback, if that fails."""
         try:
             self._save(checkpoint)
-            failed = False
         except BaseException:
             traceback.print_exc()
-        if pid == 0:
-            os._exit(failed)
-        if failed:
-            _report_lost(checkpoint.step, 1)
-        self._close_unused(checkpoint)
+            return False
+        return True
 
     def discard(self) -> None:
         """Free the stored state: the run has come further. What is still being written is freed afterwards."""
