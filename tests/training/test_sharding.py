@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenkeel.training.sharding import refuse_unshardable
 from evenkeel.training.task import Task
 from tests.support.raised import refusal_of
+
+sharding = pytest.importorskip("evenkeel.training.sharding", reason="--shard on needs torch 2.9", exc_type=ImportError)
 
 
 class Model(nn.ModuleDict):
@@ -44,7 +45,7 @@ UNSUPPORTED = "which it does not support; leave one out"
 def refused(task: Task, change: Callable[[Any], object] = lambda _: None, optimizer: Any = torch.optim.AdamW) -> str:
     model = task.model()
     change(model)
-    said = refusal_of(refuse_unshardable, task, model, [optimizer(model.parameters(), lr=0.1)])
+    said = refusal_of(sharding.refuse_unshardable, task, model, [optimizer(model.parameters(), lr=0.1)])
     return said.removeprefix("--shard: ")
 
 
@@ -93,4 +94,4 @@ def test_an_optimizer() -> None:
 
 def test_an_ordinary_model_is_not_refused() -> None:
     model = Usual().model()
-    refuse_unshardable(Usual(), model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    sharding.refuse_unshardable(Usual(), model, [torch.optim.SGD(model.parameters(), lr=0.1)])
