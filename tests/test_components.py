@@ -17,13 +17,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1740,
+    "common": 1745,
     "config": 595,
     "data": 3144,
     "distributed": 2442,
-    "resilience": 1763,
+    "resilience": 1770,
     "training": 6628,
-    "run": 6938,
+    "run": 6952,
     "tasks": 2286,
     "mirror": 567,
     "launch": 3034,

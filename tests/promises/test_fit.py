@@ -97,9 +97,9 @@ def test_ctrl_c_leaves_python_alive_and_the_last_step_saved(notebook: Notebook, 
     task = "Mine" if processes == 1 else "recording_task.Recorded"
     slow = tmp_path / "slow"
     slow.touch()
-    code = call(
-        task, "run", f", checkpoint_every=0, pause=0.1, hold='{slow}'" + f", processes={processes}" * (processes > 1)
-    )
+    # loader processes live on in the traceback, and have the run's lock open
+    more = f", processes={processes}" if processes > 1 else ", num_workers=1"
+    code = call(task, "run", f", checkpoint_every=0, pause=0.1, hold='{slow}'{more}")
     notebook.type(code)
     wait_for_step(tmp_path / "run", 3, notebook.process)
     os.kill(notebook.process.pid, signal.SIGINT)

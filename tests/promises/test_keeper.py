@@ -71,7 +71,7 @@ def test_the_same_mistake_again_before_the_first_step_ends_the_job(
     ours = [sys.executable, "launch/single_node.py", "-g", "2", "--max-restarts", "2", "--"]
     done = run([*ours, *options] if launcher else torchrun(2, TRAIN, *options, restarts=2), env=OWN, expect=expect)
     assert len(records(tmp_path / "run", "start")) == attempts
-    again = "; the same error twice in a row: not tried again"
+    again = "; the same error as before: not tried again"
     assert done.stderr.count(again) == (expect not in (0, 1))
     if expect == 2:
         assert done.stderr.endswith(f"{again}\n")
@@ -84,7 +84,7 @@ def test_a_step_that_is_not_finite_is_tried_once_more(run_dir: Path) -> None:
     """A flaky GPU may be the cause, but a second time it is the job."""
     done = run(torchrun(2, TRAIN, *job(run_dir, "--lr", 1e30), restarts=3), expect=-signal.SIGALRM)
     assert starts(run_dir) == [0, 1]
-    assert "--on-nonfinite skip; the same error twice in a row: not tried again" in done.stderr
+    assert "--on-nonfinite skip; the same error as before: not tried again" in done.stderr
 
 
 @pytest.mark.slow

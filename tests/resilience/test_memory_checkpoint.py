@@ -22,6 +22,7 @@ from evenkeel.common import keeper_link
 from evenkeel.resilience import memory_checkpoint, peers
 from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, rank_memory
 from evenkeel.resilience.peers import Peers
+from evenkeel.resilience.slot_files import SLOT_HEAD
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.saver import Saver
 from evenkeel.training.state import State
@@ -145,7 +146,7 @@ def test_a_child_that_fails_says_that_the_step_is_not_saved(capfd: pytest.Captur
 def test_slots_stay_open_after_a_child_has_written_them() -> None:
     memory = KeeperMemory(print)
     memory.prepare()
-    os.pwrite(memory._slots[0], memory_checkpoint.SLOT_HEAD.pack(3, 0, 0, 0), 0)
+    os.pwrite(memory._slots[0], SLOT_HEAD.pack(3, 0, 0, 0), 0)
     memory.save_slots()
     assert memory.reap() in ([3], [])
     await_written(memory)

@@ -158,6 +158,11 @@ def lock(file: IO[Any] | int, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> 
         time.sleep(0.02)
 
 
+def unlock(file: IO[Any] | int) -> None:
+    """Release a lock. Closing the file is not enough: a loader process that was forked meanwhile has it open too."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
 @contextlib.contextmanager
 def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> Iterator[bool]:
     """Lock a folder to the end of the block, as :func:`lock`; yields whether it is locked.
@@ -184,7 +189,7 @@ def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -
         yield locked
     finally:
         released.set()
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a loader process that was forked meanwhile keeps it
+        unlock(descriptor)
         os.close(descriptor)
 
 

@@ -41,7 +41,7 @@ OF_MACHINES = (
 """Patterns in such errors that the next try may not have, but not in "found cuda:0 and cpu"; the last two: in a loader
 process, with another cause."""
 
-AGAIN = "; the same error twice in a row: not tried again"
+AGAIN = "; the same error as before: not tried again"
 
 OTHERS_SPEAK = 10.0
 """Seconds that other ranks of a node wait for local rank 0 to print a refusal before they print it themselves."""

@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import signal
-import struct
 import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,13 +27,10 @@ from typing import IO, Any, NamedTuple
 from ..common import keeper_link
 from ..common.display import say
 from ..common.processes import name_process
+from .slot_files import new_slots, step_in
 
 TRIES = 3
 """Number of children that try to write a state to the disk, one after the other, if they are killed."""
-
-SLOT_HEAD = struct.Struct("<qqqq")
-"""The head of a slot: the step (0 while it is not whole), where the tensors end, and the bytes of layout and of plain
-data after them."""
 
 
 class MemoryCheckpoint(NamedTuple):
@@ -149,17 +145,6 @@ class RankMemory:
 
 
 rank_memory = RankMemory()
-
-
-def new_slots() -> list[int]:
-    """Make the files for the slots of a rank: two for its rows, two for another rank's (--replicate)."""
-    return [os.memfd_create("slot") for _ in range(4)]
-
-
-def step_in(slot: int) -> int:
-    """The step of the state in a slot, a descriptor; 0: none is whole."""
-    head = os.pread(slot, SLOT_HEAD.size, 0)
-    return int(SLOT_HEAD.unpack(head)[0]) if head else 0
 
 
 def open_first(offers: Iterable[Offer]) -> IO[bytes] | None:

@@ -105,10 +105,15 @@ class Checkpointer:
             self._compilations = compilation.progress.times
             lead.tracker.event("compile", self._state.step, **compilation.progress.report())
 
+    def digest_is_due(self) -> bool:
+        """Whether --digest-every wants one of this step."""
+        every, state = self._attempt.config.digest_every, self._state
+        return bool(every) and (state.step % every == 0 or state.is_over())
+
     def record_digests(self) -> None:
         """For --digest-every: the digests of this step, if it is one of these or the last. On all ranks that save."""
-        every, lead, state = self._attempt.config.digest_every, self._attempt.lead, self._state
-        if every and (state.step % every == 0 or state.is_over()):
+        lead, state = self._attempt.lead, self._state
+        if self.digest_is_due():
             with activity.during(CHECKPOINT):
                 found = digests(state.tensors())
                 if lead:

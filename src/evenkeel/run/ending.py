@@ -90,6 +90,8 @@ class Ending:
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
                 f"{known_step(self._saver.checkpoints)}; free space and run the same command again"
             ) from error
+        if self.watch:
+            self.watch.end()  # the other ranks have left, and W&B may keep this one for long
         self._report_finished(lead.tracker, metrics, spent, early_reason)
 
     def _write_last(

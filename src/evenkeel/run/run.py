@@ -284,6 +284,8 @@ class Run:
             return  # --verify-every found a difference: this step was not committed, and is computed again
         self.checkpointer.saver.store_step(state)
         self._steps_here += 1
+        if self._steps_here == 1 or self.checkpointer.digest_is_due():
+            state.settle()  # a GPU may still undo it, and then it is no progress
         if self._steps_here == 1:
             keeper_link.send("progress", str(state.step))
         now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR

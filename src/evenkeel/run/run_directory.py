@@ -22,7 +22,7 @@ import tomli_w
 
 from ..common.display import near, say
 from ..common.errors import Refusal
-from ..common.files import lock, write_atomically, write_json
+from ..common.files import lock, unlock, write_atomically, write_json
 from . import crash_loop
 from .identity import Identity, move_aside, prepare_folder, refuse_another_run
 from .launch_token import is_restart
@@ -74,6 +74,7 @@ class RunDirectory:
 
     def release(self) -> None:
         """Unlock the folder, for a process that goes on after the run."""
+        unlock(self._lock)
         self._lock.close()
 
     def start_over(self, tokens: Sequence[str]) -> str:

@@ -103,7 +103,9 @@ class Saver:
 
     def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
-            self._write(capture(), metrics)
+            captured = capture()
+            if captured["step"] == self.step:  # else a GPU has undone this step, and the next commit ends the run
+                self._write(captured, metrics)
         finally:
             self._staging.give_back()
         return time.perf_counter() - begun
@@ -161,6 +163,8 @@ class Saver:
             # no more steps be committed; a GPU that hangs may still commit one.
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
+            if captured["step"] == 0:  # a GPU has not finished the first step
+                return NOTHING_NEW
             # not taken: the thread still writes a checkpoint, and then discards what is in memory
             to_memory = in_place and taken and captured["step"] > self._newest_on_disk()
             if to_memory and self._store_in_memory(captured, {}, "snapshot"):

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
-from ..resilience.memory_checkpoint import step_in
+from ..resilience.slot_files import step_in
 from ..training import slots
 from .checkpoint import WRITER_TIMEOUT, Checkpoints, checkpoints_of, refuse_stale_writer
 from .manifest import MANIFEST, Kind, step_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..common.errors import Ended
 from ..distributed.world import World
-from ..resilience.memory_checkpoint import SLOT_HEAD, step_in
+from ..resilience.slot_files import SLOT_HEAD, step_in
 from .slots import HEAD, clear
 
 
