@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from torch.nn.utils import get_total_norm
 from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
+from evenkeel.run.checkpoint import Checkpoints
+from evenkeel.run.saver import Saver
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.nonfinite import NonFinite
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.seqlock import COMMIT_TIMEOUT, Torn
 from evenkeel.training.staging import Staging
@@ -128,6 +132,25 @@ def test_a_gpu_that_is_only_behind_is_waited_for() -> None:
     begun = time.monotonic()
     assert captured_in_a_thread(state, staging)["step"] == 3
     assert time.monotonic() - begun < COMMIT_TIMEOUT
+
+
+def test_a_planned_checkpoint_of_a_step_that_the_gpu_undoes_is_not_written(tmp_path: Path) -> None:
+    """The host learns only with the next commit that the step was not finite."""
+    state = on_gpu()
+    saver = Saver(Checkpoints(tmp_path, 2), [torch.device("cuda", 0)], 10.0, lambda _step: None)
+    torch.cuda._sleep(1_000_000_000)
+    for parameter in state.parameters:
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    state.commit(clip_grad_norm(state.parameters, 0.0), [group.committed for group in state.buffers.groups])
+    assert state.step == 3
+    saver.start(state, {})
+    saver.result()
+    assert not saver.checkpoints.all()
+    with pytest.raises(NonFinite, match="step 3 is not finite"):
+        state.settle()
+    saver.start(state, {})
+    saver.result()
+    assert saver.checkpoints.newest_step() == 2
 
 
 @pytest.mark.parametrize(

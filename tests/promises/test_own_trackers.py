@@ -48,6 +48,12 @@ def test_its_error_ends_no_training_and_changes_no_bit(tmp_path: Path) -> None:
     assert read(tmp_path / "run")["weights_sha256"] == read(tmp_path / "other")["weights_sha256"]
 
 
+@pytest.mark.slow
+def test_a_finished_run_that_waits_for_it_is_no_hang(run_dir: Path) -> None:
+    trained(2, job(run_dir, "--hang-timeout", 2, "--tracker", f"{SUPPORT / 'note_tracker.py'}:SlowEnd"))
+    assert notes(run_dir)[-1]["closed"] == "finished"
+
+
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_what_is_no_tracker_is_refused_before_anything_is_written(tmp_path: Path, ranks: int) -> None:
     name = f"{SUPPORT / 'note_tracker.py'}:NoClose"

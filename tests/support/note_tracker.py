@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,14 @@ class StuckStart(Stuck):
 
     def __init__(self, *_: Any) -> None:
         self.answer.wait(60)
+
+
+class SlowEnd(Notes):
+    """Its server takes the last lines slowly."""
+
+    def close(self, status: str) -> None:
+        time.sleep(5)
+        super().close(status)
 
 
 class NoClose:
