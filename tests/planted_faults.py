@@ -439,8 +439,8 @@ a start deletes the checkpoint that another process writes
     + if folder:  # else
 a run whose checkpoint cannot be loaded stays recorded as running
     run/run.py | tests/processes/test_train.py::test_a_state_that_does_not_fit_the_model_ends_in_a_line
-    - ExitStack() as stack, run._ended(interruption)
-    + run._resume() or ExitStack() as stack, run._ended(interruption)
+    - ExitStack() as stack, run._finish_or_rescue(interruption)
+    + run._resume() or ExitStack() as stack, run._finish_or_rescue(interruption)
 the same mistake in code is tried again as often as torchrun may
     distributed/exits.py | tests/promises/test_keeper.py::test_the_same_mistake_again_before_the_first_step_ends_the_job
     - speaks, again = fails_first(line), _comes_again(error, line)

@@ -24,13 +24,13 @@ REFUSAL_TIMEOUT = 30.0
 class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error of ours)
     """Bad input: one line that names the flag or file, its value and the remedy.
 
-    Programs print it as ``evenkeel: <line>`` on stderr and exit with :data:`REFUSED`. Nearly always before anything is
-    written; later --strict-bits or a lost file of --init-from after damaged checkpoints, and a bad `Run.distribute`.
+    Programs print it as ``evenkeel: <line>`` on stderr and exit with :data:`REFUSED`. It comes before anything is
+    written, except from --strict-bits, from --init-from after damaged checkpoints, and from `Run.distribute`.
     """
 
 
 class Ended(Exception):  # noqa: N818
-    """The run cannot go on; the text is one line that says why. All ranks raise it, rank 0 prints it; exit code 1."""
+    """The run cannot go on; the text is one line that says why. Raised on all ranks, or on rank 0, which prints it."""
 
 
 class Unfit(Ended):

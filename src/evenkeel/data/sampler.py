@@ -107,7 +107,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        if not steps or not self.micro_batches(steps.start):  # idle to the end of the epoch; that of a stream is far
+        if not steps or not self.micro_batches(steps.start):  # idle for the rest of the epoch; a stream's is long
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))
         while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):

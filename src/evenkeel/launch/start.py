@@ -21,7 +21,7 @@ from ..distributed.exits import exit_code, leave
 from ..resilience.forking import unforkable
 from ..resilience.keeper import Keeper
 from ..run.records import read_config
-from ..run.saver import write_memory_checkpoint
+from ..run.stored import write_memory_checkpoint
 from ..tasks.command_line import options_of
 from ..tasks.registry import default_task, load_task
 from ..training.oom import explaining

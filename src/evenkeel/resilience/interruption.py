@@ -88,6 +88,12 @@ class Interruption:
         """End this process as a signal would, unless it is ending already.
 
         A thread, or this one if none can be started, calls `rescue`, which has `grace` seconds, and exits with `code`.
+
+            reason so far    then
+            none             this is the reason, and a thread begins the rescue
+            ERROR            the main thread is saving, and has `grace` seconds from now on
+            REGROUPING       a stop signal becomes the reason of the same rescue
+            another          nothing
         """
         with self._deciding:
             before = self.reason

@@ -6,7 +6,7 @@ imports done. torchrun's agent sees nothing, and `--max-restarts` is left for th
 
     agent (torchrun)
       keeper of rank 0 ---- the job's store, if rank 0 has it
-        trainer                                                 both below a keeper are forks of it
+        trainer                                                 a fork of its keeper
       keeper of rank 1
         trainer
 

@@ -11,6 +11,7 @@
     checkpointer.py   when a checkpoint is due, and what came of it
     state_files.py    the files of a checkpoint that hold its state; joining those of a sharded run
     saver.py          checkpoints beside the steps, and the rescue of the last finished one
+    stored.py         writes what a rank has stored in memory to the disk, for its keeper
     sharded_saver.py  the same on every rank of a sharded run, which saves its rows (--shard on)
     sharded_checkpoint.py  the rows of a rank in files, and the name that a checkpoint gets when all are there
     sharded_resume.py  each rank's rows, from memory or from files of any number of ranks

@@ -66,7 +66,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self.locked(time.monotonic() + WRITER_TIMEOUT) as alone:
+        with self.in_turn(time.monotonic() + WRITER_TIMEOUT) as alone:
             if alone:  # or ranks that are killed while they save fill the disk: a start from memory does not clean
                 clean_locked(self.folder, LEFT_BEHIND)
             return self._write(state, metrics, "checkpoint")
@@ -82,7 +82,7 @@ class Checkpoints:
 
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
-        with self.locked(until):
+        with self.in_turn(until):
             if kind == "snapshot":
                 exists = self.newest_step() >= state["step"]
             else:  # it also replaces a snapshot of its step, which has no evaluation
@@ -109,7 +109,7 @@ class Checkpoints:
                 self._delete(path)
 
     @contextlib.contextmanager
-    def locked(self, until: float) -> Iterator[bool]:
+    def in_turn(self, until: float) -> Iterator[bool]:
         """Lock out other writers: waits for another one until a moment, and longer while it makes progress. Yields
         whether there is no other now.
 
@@ -137,7 +137,7 @@ class Checkpoints:
         return final
 
     def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
-        """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `locked`."""
+        """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `in_turn`."""
         refuse_stale_writer(self)  # again: this process may have been frozen while it wrote
         old = self.folder / f".{final.name}.old"
         replaces = kind == "checkpoint" or not (final / MANIFEST).exists()

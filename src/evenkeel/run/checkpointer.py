@@ -87,7 +87,7 @@ class Checkpointer:
                 lead.tracker.event("checkpoint_failed", step, reason=str(error))
             log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %s", step, error, last)
 
-    def saved_elsewhere(self, step: int) -> None:
+    def on_saved(self, step: int) -> None:
         """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts."""
         if not self._attempt.lead:
             self.saver.checkpoints.clear_snapshots(before=step)

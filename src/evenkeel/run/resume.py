@@ -92,7 +92,7 @@ class Resume:
         leads_node = self._world.local_rank == 0
         while True:  # until one is whole: a damaged one is set aside
             offers = self._world.gather(rank_memory.offer(self._provenance.run_id))
-            if leads_node and not any(offers):  # else it may be writing what is in memory
+            if leads_node and not any(offers):  # else a keeper's child writes that state
                 self._await_writer()
             on_disk = self._world.gather(self._checkpoints.newest_named_step() if leads_node else 0)
             newest = max([*on_disk, *(offer.step for offer in offers if offer)])

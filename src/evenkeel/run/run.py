@@ -127,8 +127,8 @@ class Run:
             world, sets = prepare(config, task, recorded)
             activity.enter(START_UP, "model")
             model, why_not_meta = build_model_of_rank(config, task, world)
-            # from what is recorded to the options with the cut. `provisional` has the cut that this node has recorded,
-            # which may be old; `Attempt.begin` decides it by the records of all nodes, from `config`, which has none
+            # `cutter`: what is recorded -> options with the cut. In `provisional` by this node's records, which may be
+            # old; `Attempt.begin` decides by those of all nodes, from `config`, which has no cut
             cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
             provisional = cutter(recorded)
             plan = _plan_of(provisional, sets[TRAINING])
@@ -150,14 +150,14 @@ class Run:
                 # after `begin`, which opens the logs
                 warn_of_full_weights(state, world, why_not_meta)
                 interruption.rescue_with(run.ending.stopped)
-                # the watch outlives the rescue, because `_ended` leaves first
-                with ExitStack() as stack, run._ended(interruption):
+                # the watch outlives the rescue, because `_finish_or_rescue` leaves first
+                with ExitStack() as stack, run._finish_or_rescue(interruption):
                     run._resume()
                     stack.enter_context(run._watched(store, interruption))
                     yield run
 
     @contextmanager
-    def _ended(self, interruption: Interruption) -> Iterator[None]:
+    def _finish_or_rescue(self, interruption: Interruption) -> Iterator[None]:
         """Finish the run at the end of the block; if anything goes wrong in it, save the last finished step."""
         try:
             with operations_named(), no_exit():
@@ -188,7 +188,7 @@ class Run:
         named; then the interruption ends this process."""
         timeout, logs = self.config.hang_timeout, self.attempt.logs
         on_hang = partial(interruption.begin_end, "a hang", self.ending.hung, FAILED)
-        watch = Watch(timeout, self.world, store, logs, on_hang, self.checkpointer.saved_elsewhere)
+        watch = Watch(timeout, self.world, store, logs, on_hang, self.checkpointer.on_saved)
         self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
         return watch
 

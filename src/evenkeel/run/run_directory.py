@@ -53,7 +53,7 @@ class RunDirectory:
     """Whether the run that is there has trained nothing."""
     _options: dict[str, Any] = field(default_factory=dict)  # of this attempt; empty before `begin`
     _over: bool = False  # an end is recorded: nothing changes after it
-    _claimed: float = field(default_factory=time.monotonic)  # when it was
+    _claimed: float = field(default_factory=time.monotonic)  # when the folder was
     _seconds_before: float = 0.0  # of earlier attempts
     _updating: threading.Lock = field(default_factory=threading.Lock)
 

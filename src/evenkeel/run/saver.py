@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
@@ -13,15 +12,13 @@ from typing import Any
 
 import torch
 
-from ..common.display import say
 from ..common.phases import CHECKPOINT, activity
-from ..resilience.memory_checkpoint import SlotCheckpoint, Stored, rank_memory
+from ..resilience.memory_checkpoint import rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging
 from ..training.state import State
-from .checkpoint import WRITER_TIMEOUT, Checkpoints, checkpoints_of, facts_of, known_step
-from .manifest import Kind, manifest_of
-from .sharded_checkpoint import write_slots
+from .checkpoint import Checkpoints, facts_of, known_step
+from .manifest import Kind
 
 log = logging.getLogger(__name__)
 
@@ -155,24 +152,16 @@ class Saver:
         """
         if state.step == 0:
             return NOTHING_NEW
-        begun, grace = time.monotonic(), self._grace
-        half_time = begun + grace / 2  # whatever the waits take, from here on --grace is for writing
-        taken = self._staging.take(begun + grace / 4)
+        begun = time.monotonic()
+        half_time = begun + self._grace / 2  # whatever the waits take, from here on --grace is for writing
+        taken = self._staging.take(begun + self._grace / 4)
         try:
             # New memory if the writer still has the other. On a CPU no copy is needed, because capture(final=True) lets
             # no more steps be committed; a GPU that hangs may still commit one.
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
-            if captured["step"] == 0:  # a GPU has not finished the first step
-                return NOTHING_NEW
             # not taken: the thread still writes a checkpoint, and then discards what is in memory
-            to_memory = in_place and taken and captured["step"] > self._newest_on_disk()
-            if to_memory and self._store_in_memory(captured, {}, "snapshot"):
-                log.info("stored step %d in memory after %.2f s", captured["step"], time.monotonic() - begun)
-                return f"step {captured['step']} is stored in memory"
-            # not before the capture: steps that finish meanwhile would be lost
-            time.sleep(min(RANK_DELAY * local_rank, grace / 8))
-            path = self.checkpoints.save_if_new(captured, half_time)
+            result = self._store_or_write(captured, in_place and taken, local_rank, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)
@@ -180,22 +169,17 @@ class Saver:
         finally:
             if taken:
                 self._staging.give_back()
-        seconds = time.monotonic() - begun
-        if path:
-            log.info("saved %s in %.2f s", path, seconds)
-        return f"step {captured['step']} is saved" + (f", in {seconds:.2f} s" if path else "")
+        log.info("%s, %.2f s after the end began", result, time.monotonic() - begun)
+        return result
 
-
-def write_memory_checkpoint(checkpoint: Stored) -> None:
-    """Write it to the run's folder, unless another rank of the node has done so; called in a keeper's child."""
-    until = time.monotonic() + WRITER_TIMEOUT
-    try:
-        if isinstance(checkpoint, SlotCheckpoint):
-            write_slots(checkpoint.slots, until)
-            return
-        time.sleep(RANK_DELAY * int(os.environ.get("LOCAL_RANK", "0")))
-        checkpoints, manifest = checkpoints_of(checkpoint.facts), manifest_of(checkpoint.facts)
-        state = torch.load(checkpoint.path, map_location="cpu", weights_only=True, mmap=True)
-        checkpoints.save_if_new(state, until, manifest.metrics, manifest.kind)
-    except OSError as error:
-        say(f"evenkeel: NOT SAVED: {error}; step {checkpoint.step} was in memory only", to_stderr=True)
+    def _store_or_write(self, captured: dict[str, Any], to_memory: bool, local_rank: int, until: float) -> str:
+        """Store a rescue's state for the keeper, if `to_memory`, or write it to the disk; returns which, as text."""
+        if (step := captured["step"]) == 0:  # a GPU has not finished the first one
+            return NOTHING_NEW
+        if to_memory and step > self._newest_on_disk() and self._store_in_memory(captured, {}, "snapshot"):
+            return f"step {step} is stored in memory"
+        begun = time.monotonic()
+        # not before the capture: steps that finish meanwhile would be lost
+        time.sleep(min(RANK_DELAY * local_rank, self._grace / 8))
+        path = self.checkpoints.save_if_new(captured, until)
+        return f"step {step} is saved" + (f", in {time.monotonic() - begun:.2f} s" if path else "")

@@ -102,7 +102,7 @@ def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FORE
     metrics = infos[0]["metrics"] if kind == "checkpoint" else {}
     files = {piece.stem: WrittenFile(info["bytes"], info["sha256"]) for piece, info in zip(pieces, infos, strict=True)}
     final = checkpoints.folder / f"step-{step:08d}"
-    with checkpoints.locked(until):
+    with checkpoints.in_turn(until):
         # look again: another rank may have published it, and one more begun to write a new folder
         if folder.exists() and all(read_json(piece) == info for piece, info in zip(pieces, infos, strict=True)):
             write_json(folder / MANIFEST, asdict(replace(checkpoints.manifest(step, metrics, kind), files=files)))

@@ -40,7 +40,7 @@ class State:
     """The live objects that a step changes, the same on every rank after each step.
 
     A step changes gradients and, if the model has them, buffers (BatchNorm's statistics); parameters and optimizers'
-    moments change only in :meth:`commit`, rates also where they are a function of the step. So between two commits,
+    moments change only in :meth:`commit`, learning rates also in :meth:`set_rates`. So between two commits,
     even in the middle of a step and from another thread, :meth:`capture` returns the state of the last finished step.
 
     Args:
