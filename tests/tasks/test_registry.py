@@ -160,8 +160,9 @@ def test_no_such_file_class_or_module(write: Write) -> None:
 
 def test_a_class_that_is_no_task(write: Write) -> None:
     write("odd.py", "class Odd: ...\nnumber = 3\ndef function(): ...\n")
-    for name in ("Odd", "number", "function"):
-        assert refusal(f"odd.py:{name}") == f"{name} is not a subclass of evenkeel.tasks.Task in odd.py"
+    for name, place in (("Odd", r"; see .*odd\.py:1"), ("number", ""), ("function", r"; see .*odd\.py:3")):
+        said = f"{name} is not a subclass of evenkeel.tasks.Task in odd.py"
+        assert re.fullmatch(f"{said}{place}", refusal(f"odd.py:{name}"))
 
 
 def test_a_class_that_lacks_methods(write: Write) -> None:
@@ -169,7 +170,8 @@ def test_a_class_that_lacks_methods(write: Write) -> None:
         "half.py",
         "from evenkeel.tasks import Classification\nclass Half(Classification):\n    def model(self): return None\n",
     )
-    assert refusal("half.py:Half") == "Half must define test_dataset(), train_dataset()"
+    said = refusal("half.py:Half")
+    assert re.fullmatch(r"Half must define test_dataset\(\), train_dataset\(\); see .*half\.py:2", said)
     assert "Task must define loss(), model()" in refusal("evenkeel.tasks:Task")
 
 

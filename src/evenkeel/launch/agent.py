@@ -41,7 +41,12 @@ def main(arguments: list[str], lost: int = STOPPED, again: int = REFUSED) -> int
     lost, and after the same error twice."""
     names = ",".join(number.name for number in heed_signals())
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", names)  # for --signals-to-handle; not in torch 2.8
+    # the ranks and `causes` say what torch's C++ code and torchrun would add to every end
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import run
+
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
 
     typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     with _mirrored(typed) as refused:
@@ -74,8 +79,8 @@ def _run(arguments: list[str], typed: Any, lost: int, again: int) -> int:
     try:
         run.main(arguments)
     except ChildFailedError as error:
-        # the last line is what one looks at
-        print("\n".join([str(error), *causes(error.failures.values())[:1]]), file=sys.stderr, flush=True)
+        (line, *_) = [*causes(error.failures.values()), str(error)]
+        print(line, file=sys.stderr, flush=True)
         return verdict([failure.exitcode for failure in error.failures.values()])
     except SignalException as ended:  # the workers got the signal, and time to save
         return {(REFUSAL.name,): REFUSED, (FAILURE.name,): again}.get(ended.args, STOPPED)

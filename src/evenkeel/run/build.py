@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Mapping
@@ -75,7 +76,9 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     activity.enter(START_UP, "data")
     train_set = training_set(task, config)
     refuse_unrefreshable(task, train_set)
-    validate(config, positions_in(train_set))
+    samples = positions_in(train_set)
+    with contextlib.nullcontext() if samples else seen_at(task.train_dataset):
+        validate(config, samples)
     if config.tensorboard and not find_spec("tensorboard"):
         raise Refusal("--tensorboard: needs the package tensorboard; pip install tensorboard")
     if config.save_predictions and not isinstance(task, Classification):

@@ -59,7 +59,7 @@ class Provenance:
 
     best_by: tuple[str, str] | None = None
     """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `Resume`, and by
-    `Evaluator`, as only an evaluation shows whether the loss is the only metric."""
+    `Evaluator`, as only an evaluation shows whether the loss decides."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """`Attempt` completes it when the cut is decided; `Resume` sets rank 0's on all ranks."""
     bits_void_from: int | None = None

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import tomli_w
 
+from ..common import keeper_link
 from ..common.display import near, say
 from ..common.errors import Refusal
 from ..common.files import lock, unlock, write_atomically, write_json
@@ -120,7 +121,9 @@ class RunDirectory:
                 return
             if reason := facts.get("reason"):  # may name a file that is not in UTF-8
                 facts["reason"] = reason.encode(errors="backslashreplace").decode()
-            self.status |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()} | facts
+            # who wants to stop the job must stop torchrun's agent, which would start a rank again
+            pid = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+            self.status |= {"host": socket.gethostname(), "pid": pid, "time": time.time()} | facts
             self._make_again()
             write_json(self.path / "status.json", self.status | {"state": state})
             # an end that could not be written is none: the failure is recorded instead

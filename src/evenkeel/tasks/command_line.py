@@ -23,7 +23,7 @@ from ..run.records import is_run, is_untrained, read_config
 from ..training.checks import check_best
 from ..training.task import Task, option_name
 from ..training.whole_batch import refuse_unfit
-from .registry import default_task, load_task, refuse_misspelt, refuse_other_parameters, refuse_own_init
+from .registry import default_task, load_task, place_of_class, refuse_misspelt, refuse_other_parameters, refuse_own_init
 
 TOPOLOGY = frozenset({"nodes", "gpus", "node_rank", "master"})
 """Options by which train.py hands over to a launcher (launchers.py)."""
@@ -206,7 +206,7 @@ def _check_options(task_class: type[Task], options: type) -> None:
     for option in fields(options):
         text = f"task {options.__name__}: its option {flag(option_name(option.name))}"
         if option_name(option.name) in OPTION_NAMES | TOPOLOGY:
-            raise Refusal(f"{text} exists already in train.py; rename the field")
+            raise Refusal(f"{text} exists already in train.py; rename the field{place_of_class(options)}")
         if callable(getattr(Task, option.name, None)):
             raise Refusal(f"{text} hides the method {option.name}() of Task; rename the field")
         if option.default is MISSING and option.default_factory is MISSING:

@@ -33,6 +33,9 @@ ELSEWHERE = {
 }  # fmt: skip
 """Names in Lightning, transformers and other people's heads -> here."""
 
+MOST_LISTED = 10
+"""Classes of a file that a message lists."""
+
 NO_MODEL = r"batch|data|(out|output|pred|prediction|logit|score|input|target|label)s?|y|x|y_hat|y_pred"
 """Names of a first parameter that is taken for something else than the model."""
 
@@ -97,18 +100,27 @@ def load_task(name: str, label: str = "") -> type[Task]:
         raise Refusal(f"{label}: {why}; built in: {', '.join(here)}; {own}")
     found = load_name(f"{source}:{attribute}", label)
     if not (isinstance(found, type) and issubclass(found, Task)):
-        what = f"is not a subclass of evenkeel.tasks.Task in {source}"
+        what = f"is not a subclass of evenkeel.tasks.Task in {source}{place_of_class(found)}"
         if found is None:
             there = _tasks_in(source)
             near = [f"did you mean {it}?" for it in difflib.get_close_matches(attribute, there, 1)]
-            has = f"{', '.join(there)}; {[*near, 'name one of them'][0]}" if there else "no task"
+            listed = ", ".join(there[:MOST_LISTED]) + ", ..." * (len(there) > MOST_LISTED)
+            has = f"{listed}; {[*near, 'name one of them'][0]}" if there else "no task"
             what = f"does not exist in {source}, which has {has}"
         raise Refusal(f"{label}: {attribute} {what}")
     lossless = not any(defines(found, method) for method in ("loss", "embed", "batch_loss"))
     if missing := sorted({*found.__abstractmethods__, *["loss"] * lossless}):
         refuse_misspelt(found)
-        raise Refusal(f"{label}: {attribute} must define {', '.join(f'{it}()' for it in missing)}")
+        needed = ", ".join(f"{it}()" for it in missing)
+        raise Refusal(f"{label}: {attribute} must define {needed}{place_of_class(found)}")
     return found
+
+
+def place_of_class(found: Any) -> str:
+    """Where a class is defined, as "; see FILE:LINE"; "" if that is not known."""
+    with contextlib.suppress(OSError, TypeError):
+        return f"; see {inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]}"
+    return ""
 
 
 def refuse_other_parameters(task: type[Task]) -> None:

@@ -200,6 +200,7 @@ def checked_loss(loss: Any, trains: bool = True, of: str = "loss()") -> Tensor:
     if not isinstance(loss, Tensor):
         hint = "; add up its values, or return (loss, {name: part})" if isinstance(loss, (Mapping, Sequence)) else ""
         hint = "; leave out .item() or float(), which lose the gradient" if isinstance(loss, Real) else hint
+        hint = "; is a `return` missing?" if loss is None else hint
         raise EndedHere(f"{of} returned {kind_of(loss)}: it must return one scalar tensor{hint}")
     if not trains:
         return loss

@@ -18,7 +18,7 @@ from ..common.naming import TEST, in_set
 log = logging.getLogger(__name__)
 
 ONLY_LOSS: tuple[str, Literal["max", "min"]] = ("loss", "min")
-"""What decides which checkpoint is the best, where the loss is the only metric."""
+"""What decides which checkpoint is the best, where there is no accuracy and the task says nothing else."""
 
 
 class History(NamedTuple):
@@ -38,7 +38,7 @@ class Stopping:
         best: the metric that counts, with "max" or "min".
         patience: evaluations without an improvement after which the run is over; 0: no limit.
         decides: the set whose metric counts.
-        assumed: `best` is the default, in whose place the loss counts if it is the only metric.
+        assumed: `best` is the default, in whose place the loss counts if there is no such metric.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stopping:
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Warn if an evaluation lacks the metric that counts; end the run if --patience needs it."""
-        if self.assumed and [*metrics] == ["loss"]:
+        if self.assumed and self.best and self.best[0] not in metrics and "loss" in metrics:
             self.best = ONLY_LOSS
         if not self.best or self.best[0] in metrics:
             return

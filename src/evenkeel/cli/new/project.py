@@ -77,7 +77,7 @@ def check(
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise Refusal(f"{folder}: exists already, and nothing is overwritten; choose another name, or remove it")
     if not folder.absolute().parent.is_dir():
-        raise Refusal(f"{folder.parent}: no such folder")
+        raise Refusal(f"{folder.parent}: no such folder; make it first")
     if reason := why_not(name, {**dict.fromkeys(packages, NEEDED), **IN_THE_WAY}, known):
         raise Refusal(f"{name}: {reason}")
     for part in parts:
