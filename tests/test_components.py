@@ -19,14 +19,14 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1745,
     "config": 595,
-    "data": 3144,
-    "distributed": 2442,
+    "data": 3146,
+    "distributed": 2448,
     "resilience": 1776,
     "training": 6629,
-    "run": 6973,
+    "run": 6998,
     "tasks": 2298,
     "mirror": 567,
-    "launch": 3039,
+    "launch": 3041,
     "cli": 7496,
     "time_travel": 1681,
 }

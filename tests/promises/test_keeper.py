@@ -45,6 +45,8 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
     assert f"{raised}\n" in done.stderr
     assert "restart in place" not in done.stderr
     assert len(starts(tmp_path / "run")) == 1
+    # rank 0 has only lost the rank whose error it is
+    assert kind != "ZeroDivisionError" or read(tmp_path / "run", "status.json")["reason"].startswith(raised)
 
 
 @pytest.mark.slow
@@ -111,6 +113,23 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(
     assert done.stderr.count(f"{said}; all ranks restart in place, without torchrun") == restarts
     assert f"{said} again, without progress; torchrun decides" in done.stderr
     assert len(starts(tmp_path / "run")) == 1 + restarts
+
+
+@pytest.mark.slow
+def test_a_job_that_waits_for_the_folder_does_not_get_it_while_ranks_start_again(tmp_path: Path, run_dir: Path) -> None:
+    """Nobody has it locked then: rank 0 is dead."""
+    (slow := tmp_path / "slow").touch()
+    options = job(run_dir, *RARE, "--pause", 0.1, "--hold", slow)
+    process = start(torchrun(2, TRAIN, *options))
+    wait_for_step(run_dir, 2, process)
+    other = start([sys.executable, TRAIN, *options])
+    assert any("waiting up to" in line for line in other.stderr)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    wait_for_start(run_dir, 2)
+    slow.unlink()
+    assert "NOT SAVED" not in ended(process).stderr
+    assert len(starts(run_dir)) == 2
+    assert "finished at step" in processes.finish(other).stdout
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from ..common.errors import EndedByData, no_exit, place_of, seen_at
+from ..common.errors import EndedByData, Uncollated, no_exit, place_of, seen_at
 from ..common.processes import kill_at_exit, outlive_signals, shorten_temp_dir
 from .batch import collate, collated_by
 from .dataset import Collated, Rows, SizedDataset, reader_of, sample_of, tell_epoch, whole_fetch
@@ -81,7 +81,11 @@ class Seeded(Dataset[Any]):
 
     def _sample(self, epoch: int, index: int, place: int) -> Any:
         seed_host(derive(self.seed, self.purpose, epoch, place))
-        return sample_of(self.dataset, index)
+        sample = sample_of(self.dataset, index)
+        if sample is None and self._collate is None:
+            with seen_at(reader_of(self.dataset)):
+                raise Uncollated(f"sample {index} is None: does __getitem__ return it?")
+        return sample
 
 
 def loader(

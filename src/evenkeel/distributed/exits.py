@@ -28,7 +28,7 @@ LATE = r"(?i)/gloo/\S+\] ((?:timed out|connect timeout)\b[^.\[\n]*\b)"
 
 MISTAKES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
-    TypeError, ValueError,
+    SystemExit, TypeError, ValueError,
 )  # fmt: skip
 """Errors of code, unless one of another type led to them, or they are torch's own types."""
 
@@ -126,6 +126,12 @@ def reason_of(error: BaseException) -> str:
         return line + place_in(frames)
     line += f" at {last.filename}:{last.lineno}, in Evenkeel's own code"
     return f"{line}: unless your task explains it, this is a bug; report it with this output"
+
+
+def cause_of(error: BaseException) -> str:
+    """As :func:`reason_of`; for the loss of a rank of this node that has said why it failed, its line."""
+    said = said_first(os.environ.get("TORCHELASTIC_ERROR_FILE", "")) if is_loss_of_a_rank(error) else ""
+    return said or reason_of(error)
 
 
 def _what(error: BaseException) -> str:

@@ -85,8 +85,10 @@ def _run(arguments: list[str], typed: Any, lost: int, again: int) -> int:
     except SignalException as ended:  # the workers got the signal, and time to save
         return {(REFUSAL.name,): REFUSED, (FAILURE.name,): again}.get(ended.args, STOPPED)
     except (*gone, DistError) as error:  # torchrun has stopped the workers, which have saved
+        late = isinstance(error, rendezvous.RendezvousTimeoutError)
+        what = "too few nodes came in time (--join-timeout)" if late else "node 0 is lost, or too few nodes have come"
         reason = str(error).partition("\n")[0] or type(error).__name__
-        print(f"evenkeel: node 0 is lost, or too few nodes have come: {reason}", file=sys.stderr, flush=True)
+        print(f"evenkeel: {what}: {reason}", file=sys.stderr, flush=True)
         return lost
     return 0
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..common import keeper_link
+
 MAX_FRUITLESS = 3
 """Maximum consecutive attempts that die before their first step."""
 
@@ -34,6 +36,6 @@ def reason_to_end(status: Mapping[str, Any]) -> str:
     """Why the run ends here, by the status of an attempt that has begun; "" if it may go on."""
     if status["fruitless"] <= MAX_FRUITLESS:
         return ""
-    last = status["last_failure"]
+    last = status["last_failure"] or os.environ.get(keeper_link.LAST_END)
     how = f"; the last: {last}" if last else ", without an error: killed from outside, perhaps out of memory"
     return f"{MAX_FRUITLESS} consecutive attempts died before they finished a step{how}"

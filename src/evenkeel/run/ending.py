@@ -21,7 +21,7 @@ from ..common.memory import is_out_of_memory
 from ..common.naming import shown
 from ..common.phases import CHECKPOINT, activity
 from ..common.processes import ends_with_traceback
-from ..distributed.exits import is_loss_of_a_rank, reason_of
+from ..distributed.exits import cause_of, is_loss_of_a_rank
 from ..resilience.diagnosis import Diagnosis
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
@@ -226,7 +226,7 @@ class Ending:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
     def _record_failure(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> None:
-        self._record_end("failed", reason_of(error), FAILED, **facts)
+        self._record_end("failed", cause_of(error), FAILED, **facts)
         self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(near(self._attempt.path)))}"

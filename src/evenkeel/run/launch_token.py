@@ -19,11 +19,26 @@ def launch_token() -> str:
     """
     if known_as := os.environ.get("EVENKEEL_LAUNCH"):
         return known_as
-    if "TORCHELASTIC_RUN_ID" not in os.environ and not keeper_link.has_keeper():
+    if (pid := restarter()) == os.getpid():
         return ""
-    restarter = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getppid()
-    known = stat(restarter)  # without /proc the pid must do
-    return f"{socket.gethostname()}:{restarter}:{known.started if known else '?'}"
+    known = stat(pid)  # without /proc the pid must do
+    return f"{socket.gethostname()}:{pid}:{known.started if known else '?'}"
+
+
+def restarter() -> int:
+    """The pid of what restarts this process: torchrun's agent, else a keeper; of this process without either."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return keeper_link.launcher()
+    return os.getppid() if keeper_link.has_keeper() else os.getpid()
+
+
+def restarts_elsewhere(status: Mapping[str, Any]) -> bool:
+    """Whether another launch will start the run with this status again: on this host lives what restarts its rank 0."""
+    known = stat(pid := status.get("pid", 0))
+    if not known or known.state == "Z":
+        return False
+    token = f"{socket.gethostname()}:{pid}:{known.started}"
+    return token in status.get("launch", []) and token != launch_token()
 
 
 def is_restart(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -20,13 +19,12 @@ from uuid import uuid4
 
 import tomli_w
 
-from ..common import keeper_link
 from ..common.display import near, say
 from ..common.errors import Refusal
 from ..common.files import lock, unlock, write_atomically, write_json
 from . import crash_loop
 from .identity import Identity, move_aside, prepare_folder, refuse_another_run
-from .launch_token import is_restart
+from .launch_token import is_restart, restarter, restarts_elsewhere
 from .records import is_run, is_untrained, read_facts, read_record
 
 log = logging.getLogger(__name__)
@@ -121,9 +119,7 @@ class RunDirectory:
                 return
             if reason := facts.get("reason"):  # may name a file that is not in UTF-8
                 facts["reason"] = reason.encode(errors="backslashreplace").decode()
-            # who wants to stop the job must stop torchrun's agent, which would start a rank again
-            pid = keeper_link.launcher() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-            self.status |= {"host": socket.gethostname(), "pid": pid, "time": time.time()} | facts
+            self.status |= {"host": socket.gethostname(), "pid": restarter(), "time": time.time()} | facts
             self._make_again()
             write_json(self.path / "status.json", self.status | {"state": state})
             # an end that could not be written is none: the failure is recorded instead
@@ -212,12 +208,24 @@ def _lock(path: Path, timeout: float) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
     file = (path / ".lock").open("ab")
     silent = min(1.0, timeout)  # seconds before it says that it waits; a dying predecessor needs less
-    if lock(file, time.monotonic() + silent):
+    if _take(file, path, time.monotonic() + silent):
         return file
     holder, _ = read_facts(path / "status.json")
     where = f"--run-dir {near(path)}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     if timeout > silent:
         say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s for it to end", to_stderr=True)
-    if not lock(file, time.monotonic() + timeout - silent):
+    if not _take(file, path, time.monotonic() + timeout - silent):
         raise Refusal(f"{where}; stop that job or name another folder")
     return file
+
+
+def _take(file: IO[bytes], path: Path, until: float) -> bool:
+    """Lock the file, but not between the death of another job's rank 0 and its restart."""
+    while taken := lock(file, until):
+        if not restarts_elsewhere(read_facts(path / "status.json")[0]):
+            break
+        unlock(file)
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.05)
+    return taken

@@ -20,7 +20,7 @@ class NonFinite(Ended, FloatingPointError):  # noqa: N818
     """A step, counted from 1, was not finite. It has changed nothing."""
 
     def __init__(self, step: int) -> None:
-        remedy = "lower --lr, set --clip-norm" if step > 1 else "no step has changed the weights: check data and loss()"
+        remedy = "lower --lr or set --clip-norm, with --fresh" if step > 1 else "check data and loss()"
         super().__init__(
             f"the loss or the gradient of step {step} is not finite; {remedy}, or skip such steps "
             "with --on-nonfinite skip"
