@@ -19,7 +19,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1745,
     "config": 595,
-    "data": 3146,
+    "data": 3152,
     "distributed": 2448,
     "resilience": 1776,
     "training": 6629,

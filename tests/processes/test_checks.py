@@ -46,7 +46,7 @@ WRONG = [
         2,
         "train_dataset() returned a tuple of 2 tensors with 13 rows each: return TensorDataset(x, y) of them",
     ),
-    ("NoSamples", 1, f"sample 0 is None: does __getitem__ return it?; see {ODD_TASKS}:"),
+    ("NoSamples", 1, "sample 0 is None: does __getitem__ return it?"),
     ("NoOptimizers", 2, "optimizers() returned an empty list: nothing would be trained"),
     ("NoRates", 1, "rates() returned None: it must return one factor on the peak learning rates"),
     ("ExhaustedSamples", 1, "the data set's __getitem__ raised StopIteration at "),

@@ -129,12 +129,18 @@ def sample_of(dataset: Any, index: int) -> Any:
     try:
         return dataset[index]
     except Exception as error:
-        while type(dataset) in (Subset, Limited):
-            dataset, index = dataset.dataset, dataset.indices[index]
         # `reason_of` reads it; Python shows it in a traceback from 3.11 on
         with suppress(Exception):  # its attributes are read-only, as those of a frozen dataclass
-            error.__notes__ = [*getattr(error, "__notes__", ()), f"(sample {index})"]  # type: ignore[attr-defined]
+            note = f"(sample {inner_index(dataset, index)})"
+            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
         raise
+
+
+def inner_index(dataset: Any, index: int) -> int:
+    """The index of a sample in the data set inside subsets."""
+    while type(dataset) in (Subset, Limited):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    return index
 
 
 def reader_of(dataset: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..common.errors import EndedByData, Uncollated, no_exit, place_of, seen_at
 from ..common.processes import kill_at_exit, outlive_signals, shorten_temp_dir
 from .batch import collate, collated_by
-from .dataset import Collated, Rows, SizedDataset, reader_of, sample_of, tell_epoch, whole_fetch
+from .dataset import Collated, Rows, SizedDataset, inner_index, reader_of, sample_of, tell_epoch, whole_fetch
 from .order import Ordered
 from .randomness import derive, seed_host
 from .sampler import ElasticSampler, Indices
@@ -84,7 +84,7 @@ class Seeded(Dataset[Any]):
         sample = sample_of(self.dataset, index)
         if sample is None and self._collate is None:
             with seen_at(reader_of(self.dataset)):
-                raise Uncollated(f"sample {index} is None: does __getitem__ return it?")
+                raise Uncollated(f"sample {inner_index(self.dataset, index)} is None: does __getitem__ return it?")
         return sample
 
 
