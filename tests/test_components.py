@@ -20,7 +20,7 @@ BUDGET = {
     "common": 1745,
     "config": 595,
     "data": 3152,
-    "distributed": 2448,
+    "distributed": 2451,
     "resilience": 1776,
     "training": 6629,
     "run": 6998,

@@ -63,7 +63,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
         if speaks:
-            say(f"evenkeel: {line}{AGAIN * again}", to_stderr=True)
+            say(f"evenkeel: {line}{AGAIN * (again and _failed_before(line))}", to_stderr=True)
         _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return _failed(again)
     except Refusal as refusal:
@@ -183,12 +183,15 @@ def _failed_before(line: str) -> bool:
 
 
 def _comes_again(error: BaseException, line: str) -> bool:
-    """Whether torchrun should not try again: the first rank to fail of two attempts, and this one, had this error
-    before it finished a step, and it comes from code. Only on one node: another may have failed otherwise."""
+    """Whether torchrun should not try again: this rank has finished no step, and the error is a mistake in code that a
+    check has found, or with which another attempt has ended. Only on one node: another may have failed otherwise."""
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
-    if keeper_link.has_sent("progress") or not (alone and _failed_before(line) and is_mistake(error)):
+    if keeper_link.has_sent("progress") or not (alone and is_mistake(error)):
         return False
-    return _says(_mark(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
+    left = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    found = type(error) is Uncollated or (type(error) is EndedHere and not error.__cause__)
+    before = _failed_before(line) and _says(_mark(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
+    return before or (found and left)
 
 
 def is_mistake(error: BaseException | None) -> bool:

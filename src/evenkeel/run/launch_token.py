@@ -37,8 +37,8 @@ def restarts_elsewhere(status: Mapping[str, Any]) -> bool:
     known = stat(pid := status.get("pid", 0))
     if not known or known.state == "Z":
         return False
-    token = f"{socket.gethostname()}:{pid}:{known.started}"
-    return token in status.get("launch", []) and token != launch_token()
+    tokens = status.get("launch", [])  # in an elastic job rank 0 may move to another agent of the same launch
+    return f"{socket.gethostname()}:{pid}:{known.started}" in tokens and launch_token() not in tokens
 
 
 def is_restart(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
