@@ -120,7 +120,7 @@ def test_a_rank_that_dies_again_and_again_is_left_to_torchrun(
 def test_a_job_that_waits_for_the_folder_does_not_get_it_while_ranks_start_again(tmp_path: Path, run_dir: Path) -> None:
     """Nobody has it locked then: rank 0 is dead."""
     (slow := tmp_path / "slow").touch()
-    options = job(run_dir, *RARE, "--pause", 0.1, "--hold", slow)
+    options = job(run_dir, *RARE, "--pause", 1, "--hold", slow)
     process = start(torchrun(2, TRAIN, *options))
     wait_for_step(run_dir, 2, process)
     other = start([sys.executable, TRAIN, *options])
