@@ -19,15 +19,15 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1745,
     "config": 595,
-    "data": 3152,
+    "data": 3154,
     "distributed": 2451,
-    "resilience": 1776,
+    "resilience": 1777,
     "training": 6629,
-    "run": 6998,
+    "run": 7005,
     "tasks": 2298,
     "mirror": 567,
     "launch": 3041,
-    "cli": 7496,
+    "cli": 7489,
     "time_travel": 1681,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

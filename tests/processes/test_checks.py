@@ -135,6 +135,7 @@ OUTSIDE = "something other than rates() sets a learning rate, perhaps a schedule
         ("Sums", [f"{it}() returns the sum over the batch's samples (loss)" for it in ("metrics", "loss")]),
         ("Scheduled", ["no optimizer has bias: they will not change", OUTSIDE]),
         *((task, []) for task in ("NoBest", "Usual", "UsualBest", "Everything", "OwnBatches", "OneUnusedAndSaidSo")),
+        ("BesidesTheLoss", []),
     ],
 )
 def test_a_likely_mistake_is_said_once_and_what_is_rare_works(tmp_path: Path, task: str, expected: list[str]) -> None:
@@ -145,7 +146,7 @@ def test_a_likely_mistake_is_said_once_and_what_is_rare_works(tmp_path: Path, ta
     for line, text in zip(lines, expected, strict=True):
         assert line.startswith(f"evenkeel: WARNING: {text}")
     assert read(tmp_path / "run")["state"] == "finished"
-    if task == "UsualBest":
+    if task in ("UsualBest", "BesidesTheLoss"):
         (*_, newest) = sorted((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
         assert read(newest.parent, newest.name)["best_by"] == ["test/loss", "min"]
 

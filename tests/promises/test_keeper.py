@@ -83,6 +83,23 @@ def test_the_same_mistake_again_before_the_first_step_ends_the_job(
 
 
 @pytest.mark.slow
+def test_under_a_launcher_the_error_of_a_rank_is_all_that_is_said(tmp_path: Path) -> None:
+    """torch's own report and its log of ended ranks are for jobs none of whose ranks has said why."""
+    body = """
+    def loss(self, model, batch):
+        if os.environ["RANK"] == "1":
+            raise ValueError("a bug")
+        return super().loss(model, batch)
+    """
+    options = job(tmp_path / "run", *RARE, "--task", own_task(tmp_path, body))
+    ours = [sys.executable, "launch/single_node.py", "-g", "2", "--max-restarts", "0", "--"]
+    done = run([*ours, *options], env=OWN, expect=1)
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("evenkeel: the job has failed: ValueError: a bug at ")
+    assert not [it for it in ("Root Cause", "torch/distributed/elastic", "c10d") if it in done.stderr]
+
+
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_tried_once_more(run_dir: Path) -> None:
     """A flaky GPU may be the cause, but a second time it is the job."""
     done = run(torchrun(2, TRAIN, *job(run_dir, "--lr", 1e30), restarts=3), expect=-signal.SIGALRM)

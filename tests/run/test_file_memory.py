@@ -95,11 +95,11 @@ def test_so_do_other_readers_besides_their_model(step: Path, act: Callable[[Path
     assert bytes_of(lambda: act(step)) < (LAYERS + 2) * TENSOR
 
 
+@needs.sharding
 def test_a_run_that_goes_on_without_shards_has_the_state_once(step: Path) -> None:
     """The control of the others: this is what they took, and before that the files as well."""
     state = 3 * LAYERS * TENSOR
-    # torch 2.8 has freed a third of it before, which is used again
-    assert 0.6 * state < bytes_of(lambda: load(step)) < 1.2 * state
+    assert 0.9 * state < bytes_of(lambda: load(step)) < 1.2 * state
 
 
 def test_without_a_file_it_is_ordinary_memory(tmp_path: Path) -> None:

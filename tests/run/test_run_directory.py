@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import tomli_w
 
+from evenkeel.common import keeper_link
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.distributed.world import RESTART_TIMEOUT
-from evenkeel.run import run_directory
+from evenkeel.run import crash_loop, run_directory
 from evenkeel.run.identity import Identity, prepare_folder
 from evenkeel.run.launch_token import launch_token
 from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
@@ -551,6 +552,13 @@ def test_a_command_that_is_typed_again_begins_a_new_count(path: Path, token: str
         directory.update("failed", reason="a bug")
         del directory
     assert fruitless == counted
+
+
+def test_a_crash_loop_names_the_signal_where_no_error_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {"fruitless": crash_loop.MAX_FRUITLESS + 1, "last_failure": None}
+    assert crash_loop.reason_to_end(status).endswith("without an error: killed from outside, perhaps out of memory")
+    monkeypatch.setenv(keeper_link.LAST_END, "rank 1 was killed by SIGSEGV")  # as a keeper does
+    assert crash_loop.reason_to_end(status).endswith("; the last: rank 1 was killed by SIGSEGV")
 
 
 def test_the_loss_of_rank_0s_node_after_a_finished_step_is_no_crash_loop(tmp_path: Path) -> None:

@@ -111,6 +111,11 @@ NoSummary = odd("NoSummary", summarize=lambda task, means: None)
 NumberedSummary = odd("NumberedSummary", summarize=lambda task, means: {1: 1.0})
 Maximum = odd("Maximum", best=("loss", "maximum"))
 UsualBest = odd("UsualBest", best=Task.best)  # then the loss counts
+BesidesTheLoss = odd(  # and here
+    "BesidesTheLoss",
+    best=Task.best,
+    metrics=lambda task, model, batch: dict.fromkeys(("loss", "error"), task.entropy(model, batch, "none")),
+)
 UnknownBest = odd("UnknownBest", best=("error", "min"))
 NoBest = odd("NoBest", best=None)
 

@@ -455,6 +455,7 @@ def test_a_scheduler_is_seen_when_it_is_made(caplog: pytest.LogCaptureFixture) -
         ),
         ([object(), object()], "a sample: its type is object; return tensors, arrays"),
         ([None, None], "a sample: it is None (does __getitem__ return it?); return tensors"),
+        ([(torch.zeros(3), 1), None], "a sample: it is None (does __getitem__ return it?); return tensors"),
         ([{"a": 1}, {"b": 1}], "a sample: KeyError: 'a'; return tensors, arrays, numbers, strings"),
         ([np.array([object()])] * 2, "a sample: TypeError: default_collate: batch must"),
     ],

@@ -33,6 +33,7 @@ from ..common.naming import TRAIN, shown
 from ..common.processes import stat
 from ..config import Flag
 from ..run.identity import ASIDE
+from ..run.launch_token import is_alive
 from ..run.records import YOUNG, Tail, goodput, ledger, read_facts, values_of, verified
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def _judge(
         return "finished", reason if status.get("stopped_early") else ""
     if locked and said not in ("stopped", "failed"):
         return "running", f"no output for {_duration(silent)}" if heard and silent > SILENCE else ""
-    if said in ("running", "failed") and any(map(_is_living_agent, status.get("launch", ()))):
+    if said in ("running", "failed") and any(map(is_alive, status.get("launch", ()))):
         return "running", f"torchrun restarts it after: {reason}" if reason else "torchrun restarts its ranks"
     if job and job.is_waiting:
         return "queued", reason
@@ -293,14 +294,6 @@ def _is_locked(run: Path) -> bool | None:
     except OSError as error:
         return False if isinstance(error, FileNotFoundError) else None
     return False
-
-
-def _is_living_agent(token: str) -> bool:
-    """Whether the torchrun that started the run's ranks, as HOST:PID:STARTED, lives on this machine."""
-    host, _, process = token.partition(":")
-    pid, _, started = process.partition(":")
-    known = stat(int(pid)) if host == socket.gethostname() and re.fullmatch("[0-9]{1,9}", pid) else None
-    return known is not None and known.state != "Z" and str(known.started) == started
 
 
 def _duration(seconds: float) -> str:

@@ -104,6 +104,8 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     if found := re.search(r"found <class '(.+)'>", why):
         none = "it is None" + " (does __getitem__ return it?)" * (not path)
         why = none if found[1] == "NoneType" else f"its type is {found[1]}"
+    if any(sample is None for sample in samples):  # from `__getitems__`: of others the loader knows the index
+        path, why = "", "it is None (does __getitem__ return it?)"
     why = "its sizes differ" if "resize storage" in why else why  # how torch says that in a loader process
     return (
         f"the data set's samples cannot be collated: {f'part {path} of a sample' if path else 'a sample'}: {why}; "

@@ -145,7 +145,8 @@ class Interruption:
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:
-            orphaned = self.reason == ORPHANED and (rank := os.environ.get("RANK", "0")) != "0"  # whose end has a line
+            rank = os.environ.get("RANK", "0")
+            orphaned = self.reason == ORPHANED and rank != "0"  # the end of rank 0 has a line already
             _exit_now(code, f"the keeper of rank {rank} was killed; torchrun decides" if orphaned else "")
 
     def _give_up(self, code: int) -> None:

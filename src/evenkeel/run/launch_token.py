@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,11 +35,17 @@ def restarter() -> int:
 
 def restarts_elsewhere(status: Mapping[str, Any]) -> bool:
     """Whether another launch will start the run with this status again: on this host lives what restarts its rank 0."""
-    known = stat(pid := status.get("pid", 0))
-    if not known or known.state == "Z":
-        return False
     tokens = status.get("launch", [])  # in an elastic job rank 0 may move to another agent of the same launch
-    return f"{socket.gethostname()}:{pid}:{known.started}" in tokens and launch_token() not in tokens
+    of_rank_0 = [token for token in tokens if token.split(":")[1:2] == [str(status.get("pid"))]]
+    return any(map(is_alive, of_rank_0)) and launch_token() not in tokens
+
+
+def is_alive(token: str) -> bool:
+    """Whether the process of a :func:`launch_token` lives on this host; False for a scheduler's."""
+    host, _, process = token.partition(":")
+    pid, _, started = process.partition(":")
+    known = stat(int(pid)) if host == socket.gethostname() and re.fullmatch("[0-9]{1,9}", pid) else None
+    return known is not None and known.state != "Z" and str(known.started) == started
 
 
 def is_restart(status: Mapping[str, Any], tokens: Sequence[str]) -> bool:
