@@ -177,7 +177,7 @@ def test_refusals(run_dir: Path, tmp_path: Path) -> None:
     for words, line in (
         (["verify", file], f"{file}: Not a directory; {places}"),
         (["verify", absent], f"{absent}: No such file or directory; {places}"),
-        (["verify", aside], f"{aside}: no checkpoint there, but 1 set aside as damaged-*; {places}"),
+        (["verify", aside], f"{aside}: no checkpoint there, but 1 set aside as damaged; {places}"),
         (["inspect", run_dir, "--step", 6], there_are),
         (["export", run_dir, "--step", 6, "-o", model], there_are),
         (["export", run_dir, "-o", nowhere], f"--output {nowhere}: there is no folder {missing}; make it first"),

@@ -77,13 +77,12 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     more = ["--init-from", tmp_path / "bare", "--pause", 0.1, "--checkpoint-every", 2]
     stop_at(tmp_path / "on", 5, fork(TRAIN, *job(tmp_path / "on", *more)), expect=75)
     (tmp_path / "bare").unlink()
-    shutil.copytree(tmp_path / "on", tmp_path / "damaged")
+    shutil.copytree(tmp_path / "on", tmp_path / "gone")
     run_forked(TRAIN, *job(tmp_path / "on", *more))
     assert records(tmp_path / "on", "start")[1]["step"] >= 5
-    for path in step_folders(tmp_path / "damaged" / "checkpoints"):
-        flip_a_bit(path / STATE)
-    told = run_forked(TRAIN, *job(tmp_path / "damaged", *more), expect=2).stderr
-    assert "bare: no such file or folder, and the run has no whole checkpoint" in told
+    shutil.rmtree(tmp_path / "gone" / "checkpoints")
+    told = run_forked(TRAIN, *job(tmp_path / "gone", *more), expect=2).stderr
+    assert "bare: no such file or folder" in told
 
     flip_a_bit(steps[-1] / STATE)
     assert ": ".join(read_weights(model, old)).startswith(f"{old} at step-00000003 (1 newer damaged): all 4")

@@ -21,8 +21,8 @@ from tests.support.small_runs import job, starts, wait_for_step, weights_of, wei
 OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]
 
 
-def train(run_dir: Path) -> Done:
-    return run_forked(TRAIN, *job(run_dir, *OPTIONS))
+def train(run_dir: Path, expect: int = 0) -> Done:
+    return run_forked(TRAIN, *job(run_dir, *OPTIONS), expect=expect)
 
 
 undisturbed = weights_undisturbed(0, job, *OPTIONS)
@@ -193,3 +193,19 @@ def test_checkpoints_that_are_gone_are_missed(killed: Path, tmp_path: Path) -> N
     shutil.copytree(killed, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     came = read(killed, "status.json")["step"]
     assert f"the run had reached step {came}, but its newest checkpoint is of step 0" in train(tmp_path / "run").stderr
+
+
+def test_a_run_without_a_whole_checkpoint_asks_what_to_do(copied: Path, killed: Path, undisturbed: str) -> None:
+    """To begin again at step 0 would cost a week of training without a question."""
+    folder = copied / "checkpoints"
+    newest = step_folders(folder)[-1].name
+    for path in step_folders(folder):
+        flip_a_bit_of_a_weight(path / STATE)
+    for _ in range(2):  # the second time all of them have been set aside before
+        line = train(copied, expect=2).stderr.splitlines()[-1]
+        assert line.startswith(f"evenkeel: {copied}: every checkpoint is damaged (set aside, such as {folder}/damaged-")
+        assert line.endswith(f"copy a whole one into {folder}, or start over with --fresh")
+        assert step_folders(folder) == []
+    shutil.copytree(killed / "checkpoints" / newest, folder / newest)
+    train(copied)
+    assert weights_of(copied) == undisturbed

@@ -144,7 +144,7 @@ def test_a_drift_that_others_may_have_used_ends_the_run_which_goes_back(tmp_path
     line = done[0].stderr.splitlines()[-1]
     assert line.startswith(f"evenkeel: the state of rank {rank} has drifted from the others' (model.")
     assert f"before step 8: rank {rank}: cpu of " in line
-    assert [int(path.name.split("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("damaged-*")] == [6]
+    assert [int(path.name.split("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("wrong-*")] == [6]
     trained(3, words)
     assert [record["step"] for record in records(tmp_path / "run", "start")] == [0, 4]
     assert weights_of(tmp_path / "run") == right

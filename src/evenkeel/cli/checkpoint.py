@@ -211,12 +211,12 @@ def find(path: Path, aside: bool = False) -> list[Path]:
         if is_step_folder(path.resolve()) and path.is_dir():
             return [path.resolve()]
         folder = nested if (nested := path / "checkpoints").is_dir() else path
-        damaged = sorted(entry for entry in folder.iterdir() if entry.name.startswith("damaged-step-"))
+        damaged = sorted(entry for entry in folder.iterdir() if entry.name.startswith(("damaged-step-", "wrong-step-")))
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}; {PLACES}") from None
     found = step_folders(folder) + damaged * aside
     if not found:
-        hint = f", but {len(damaged)} set aside as damaged-*" * bool(damaged)
+        hint = f", but {len(damaged)} set aside as damaged" * bool(damaged)
         raise Refusal(f"{path}: no checkpoint there{hint}; {PLACES}")
     return found
 

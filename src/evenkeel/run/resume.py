@@ -14,6 +14,7 @@ import torch
 
 from ..common import keeper_link
 from ..common.arguments import flag
+from ..common.display import near
 from ..common.errors import Ended, Refusal
 from ..common.files import folder_locked
 from ..common.memory import is_out_of_memory
@@ -31,6 +32,7 @@ from .records import TAIL, evaluation_in, read_records
 from .run_directory import RunDirectory
 from .saver import Saver
 from .sharded_saver import ShardedSaver
+from .state_files import DAMAGED
 from .tracking import Tracker
 from .weights import misfit
 
@@ -64,8 +66,8 @@ class Resume:
 
         Raises:
             Ended: it does not fit this model.
-            Refusal: on all ranks: there is no checkpoint, and the file of --init-from is missing; or, with
-                --strict-bits, as :func:`compare_bits`.
+            Refusal: on all ranks: every checkpoint is damaged; there is none, and the file of --init-from is missing;
+                or, with --strict-bits, as :func:`compare_bits`.
         """
         if state.sharding:
             from .sharded_resume import newest_rows  # imports FSDP2
@@ -79,13 +81,24 @@ class Resume:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
             self._other_best = state.stopping.resume_from(manifest.best_by)
-        elif path := self._config.init_from:
-            found = self._world.gather(path.exists())
-            if not all(found[:1] if state.sharding else found):  # with --shard rank 0 reads it for all
-                raise Refusal(f"--init-from {path}: no such file or folder, and the run has no whole checkpoint")
+        else:
+            self._refuse_to_begin(sharded=bool(state.sharding))
         self._provenance.best_by = state.stopping.best_by
         rank_memory.discard_previous()
         activity.enter(START_UP, "first step")
+
+    def _refuse_to_begin(self, sharded: bool) -> None:
+        """Refuse to begin at step 0 if that would silently give up what was trained, or if the weights are missing."""
+        damaged = self._world.gather(next(map(str, self._checkpoints.folder.glob(f"{DAMAGED}*")), ""))
+        if first := next(filter(None, damaged), ""):
+            raise Refusal(
+                f"{near(self._path)}: every checkpoint is damaged (set aside, such as {near(Path(first))}); copy a whole "
+                f"one into {near(self._checkpoints.folder)}, or start over with --fresh"
+            )
+        if path := self._config.init_from:
+            found = self._world.gather(path.exists())
+            if not all(found[:1] if sharded else found):  # with --shard rank 0 reads it for all
+                raise Refusal(f"--init-from {path}: no such file or folder, and the run has no checkpoint")
 
     def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 STATE = "state.pt"
 
+DAMAGED = "damaged-"
+"""The names of checkpoints that were set aside begin with it."""
+
 
 class Damaged(Exception):  # noqa: N818
     """A checkpoint that differs from what was written; the message names the file and what is wrong."""
@@ -225,6 +228,6 @@ def clean_locked(folder: Path, idle: float = 0.0) -> None:
 
 def set_aside(path: Path, damage: object) -> None:
     """Rename a damaged checkpoint, and log what is wrong with it."""
-    aside = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
+    aside = path.with_name(f"{DAMAGED}{path.name}-{time.time_ns()}")
     path.replace(aside)
     log.error("%s; set aside as %s, trying the one before", damage, aside.name)

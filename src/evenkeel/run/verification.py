@@ -244,7 +244,7 @@ class Verification:
         last = self._sure - (self._state.step == self._sure)
         wrong = [path for path in self._checkpointer.saver.checkpoints.all() if step_of(path) > last]
         for path in wrong:
-            path.replace(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+            path.replace(path.with_name(f"wrong-{path.name}-{time.time_ns()}"))
         return bool(wrong)
 
     def _report(self, step: int, found: str, suspects: Sequence[int], who: Sequence[Who], sure: bool) -> str:

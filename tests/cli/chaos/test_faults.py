@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import tempfile
 from collections import Counter
 from itertools import islice
@@ -55,6 +56,9 @@ def test_truncate_cuts_the_newest_complete_checkpoint(tmp_path: Path, amount: fl
     assert sizes.pop("step-00000010") == int(1000 * amount)
     assert set(sizes.values()) == {1000}
     assert said == [f"step-00000010, 1000 bytes to {int(1000 * amount)}"]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+    with pytest.raises(Missed, match="no two checkpoints yet"):  # the run could not go on without it
+        strike(Fault("truncate", 0, 0, amount), Job(["true"]), tmp_path, said.append)
 
 
 def test_a_filled_disk_takes_nothing_more_and_is_as_before_when_the_file_is_closed(small_disk: Path) -> None:

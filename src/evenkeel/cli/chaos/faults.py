@@ -87,10 +87,10 @@ def strike(fault: Fault, job: Job, run_dir: Path, announce: Callable[[str], obje
         send(agent, signal.SIGKILL)
     elif fault.kind == "truncate":  # as on a machine that loses power before it has written everything
         try:
-            newest = max((run_dir / "checkpoints").glob("step-*/state.pt"), key=lambda path: path.parent.name)
+            _, newest = sorted((run_dir / "checkpoints").glob("step-*/state.pt"))[-2:]
             size = newest.stat().st_size
-        except (ValueError, FileNotFoundError):
-            raise Missed("there is no checkpoint yet") from None
+        except (ValueError, FileNotFoundError):  # without another one the run could not go on
+            raise Missed("there are no two checkpoints yet") from None
         length = int(size * fault.amount)
         announce(f"{newest.parent.name}, {size} bytes to {length}")
         with contextlib.suppress(FileNotFoundError):  # the job has deleted it meanwhile
