@@ -446,7 +446,7 @@ the same mistake in code is tried again as often as torchrun may
     - speaks, again = fails_first(line), _comes_again(error, line)
     + speaks, again = fails_first(line), False
 a bug in a loader process is reported where the batch was asked for
-    distributed/exits.py | tests/processes/test_train.py::test_a_bug_in_the_data_set_is_reported_at_its_line
+    distributed/causes.py | tests/processes/test_train.py::test_a_bug_in_the_data_set_is_reported_at_its_line
     - str(error), re.M) if _is_of_loader(error) else []
     + str(error), re.M) if not error else []
 """

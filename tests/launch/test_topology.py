@@ -237,3 +237,19 @@ def test_options_by_name_become_words() -> None:
         ["--no-of-a-task"],
     ]
     assert launchers.option_words("init_from", None) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--gpu 2", "--gpus"),
+        ("--nproc_per_node 2", "--gpus"),
+        ("--nodse 2", "--nodes"),
+        ("--node 2", "--nodes"),
+        ("--epochs 5", "-- --epochs"),
+        ("--batch-sise=8", "-- --batch-size"),
+    ],
+)
+def test_the_name_of_another_programs_option(words: str, meant: str) -> None:
+    with pytest.raises(Refusal, match=rf"Unrecognized options: .*; did you mean {meant}\? \(see --help"):
+        launchers.parse_arguments(launchers.MultiNode, words.split())

@@ -13,7 +13,7 @@ from evenkeel.resilience.interruption import STOPPED
 from evenkeel.run.state_files import STATE
 from evenkeel.training.state_dicts import sha256
 from tests.run.test_checkpoint import seal
-from tests.support import processes
+from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.small_runs import PLAN, TASK, children, failed, job, model_of, trainer_of, wait_for_step, weights_of
 
@@ -82,12 +82,15 @@ def test_a_state_that_does_not_fit_the_model_ends_in_a_line(run_dir: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_state_that_does_not_fit_is_still_the_reason_after_all_restarts_of_torchrun(run_dir: Path) -> None:
+@pytest.mark.parametrize("keeper", ["on", needs.long("off")])
+def test_a_state_that_does_not_fit_is_not_tried_again(run_dir: Path, keeper: str) -> None:
     unfit_state(run_dir)
-    command = job(run_dir, "--max-steps", 4, "--schedule", "constant")
-    done = processes.run(processes.torchrun(2, processes.TRAIN, *command, restarts=3), expect=1)
+    command = job(run_dir, "--max-steps", 4, "--schedule", "constant", "--keeper", keeper)
+    launch = processes.torchrun(2, processes.TRAIN, *command, restarts=3)
+    done = processes.run(launch, expect=-signal.SIGALRM)
+    assert done.stderr.count("does not fit this model") == 1
     assert "does not fit this model" in processes.read(run_dir, "status.json")["reason"]
-    assert "killed from outside" not in done.stderr
+    assert len(processes.records(run_dir, "start")) == 1, "that before"
 
 
 @pytest.mark.parametrize("keeper", ["on", "off"])

@@ -3,10 +3,12 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from evenkeel.common.processes import process_name
 from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork, read, records, run, start, torchrun, wait_until
@@ -47,6 +49,19 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
     assert len(starts(tmp_path / "run")) == 1
     # rank 0 has only lost the rank whose error it is
     assert kind != "ZeroDivisionError" or read(tmp_path / "run", "status.json")["reason"].startswith(raised)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("keeper", ["on", "off"])
+def test_a_loop_that_ends_too_early_on_one_rank_says_so(tmp_path: Path, keeper: str) -> None:
+    steps = "    for step in run.steps():\n"
+    loop = TRAIN.read_text().replace(
+        steps, f"{steps}        if run.world.rank and step.number == 3:\n            break\n"
+    )
+    (own := tmp_path / "own.py").write_text(loop)
+    done = run(torchrun(2, own, *job(tmp_path / "run", *RARE, "--keeper", keeper, "--max-steps", 9)), expect=1)
+    assert done.stderr.startswith("evenkeel: the training loop ended at step 3 of 9")
+    assert done.stderr.count("evenkeel: ") == 1
 
 
 @pytest.mark.slow
@@ -158,6 +173,21 @@ def test_a_signal_for_a_keeper_alone_reaches_its_rank(run_dir: Path) -> None:
     done = processes.finish(process)
     assert done.returncode == 75
     assert "evenkeel: stopped by SIGTERM" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("signals", "within"), [((signal.SIGINT, signal.SIGINT), 8), ((signal.SIGTERM,), 14)])
+def test_a_rank_that_cannot_leave_is_killed(run_dir: Path, signals: tuple[signal.Signals, ...], within: float) -> None:
+    """It is stopped here, and so can no more obey a signal than one whose interpreter waits for C code."""
+    process = start([sys.executable, str(TRAIN), *job(run_dir, "--pause", 0.1, "--grace", 1)])
+    wait_for_step(run_dir, 3, process)
+    os.kill(trainer := runs.trainer_of(process), signal.SIGSTOP)
+    for number in signals:
+        os.kill(process.pid, number)
+        time.sleep(1.2)
+    done = processes.finish(process, within)
+    assert (done.returncode, process_name(trainer)) == (-signal.SIGKILL, "")
+    assert done.stderr == f"evenkeel: rank 0 was killed before it had left after {signals[0].name}\n"
 
 
 @pytest.mark.long

@@ -367,6 +367,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no state": (STATE, Path.unlink),
     "manifest cut": (MANIFEST, truncate),
     "manifest empty": (MANIFEST, lambda file: os.truncate(file, 0)),
+    "manifest too deep": (MANIFEST, lambda file: file.write_text("[" * 200_000)),
     "manifest of nothing": (MANIFEST, lambda file: file.write_text("{}")),
     "no manifest": (MANIFEST, Path.unlink),
 }

@@ -25,7 +25,9 @@ from evenkeel.common.errors import Ended, EndedByData, EndedHere, Refusal, Uncol
 from evenkeel.common.naming import listed
 from evenkeel.common.processes import can_lose_a_node
 from evenkeel.config import GROUPS, Config, saved_options
-from evenkeel.distributed.exits import exit_code, forget_error, is_mistake
+from evenkeel.distributed.attempt_files import forget_error
+from evenkeel.distributed.causes import is_mistake
+from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.agent import first_error
 from evenkeel.launch.launchers import MultiNode, option_words
 from evenkeel.tasks.classify import Classify

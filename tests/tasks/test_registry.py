@@ -138,10 +138,21 @@ def test_a_class_in_a_package(write: Write) -> None:
     assert load_task("my_package.job:Mine")().options()["depth"] == 9
 
 
-@pytest.mark.parametrize("name", ["digitz", "", ":", ":Mine", "my_job.py:", "my_job.py", "Classify"])
-def test_an_unknown_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        *((name, "unknown; built") for name in ("digitz", "", ":", ":Mine")),
+        *((name, "unknown; did you mean classify? Built") for name in ("Classify", "clasify")),
+        *((name, "no such file; built") for name in ("not_there.py:", "not_there.py")),
+        ("there.py", "the class is missing; did you mean there.py:Mine? Built"),
+        ("bare.py", "the class is missing; built"),
+    ],
+)
+def test_an_unknown_name(write: Write, name: str, why: str) -> None:
+    write("there.py", GOOD)
+    write("bare.py", "number = 3\n")
     known = ", ".join(built_in())
-    assert refusal(name) == f"unknown; built in: {known}; your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
+    assert refusal(name) == f"{why} in: {known}; your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
 
 
 def test_no_such_file_class_or_module(write: Write) -> None:

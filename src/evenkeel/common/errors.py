@@ -33,6 +33,10 @@ class Ended(Exception):  # noqa: N818
     """The run cannot go on; the text is one line that says why. Raised on all ranks, or on rank 0, which prints it."""
 
 
+class EndedForGood(Ended):
+    """Ended on all ranks, as every further attempt would be: torchrun starts none."""
+
+
 class Unfit(Ended):
     """Ended on a rank whose state may be wrong and must not be saved."""
 

@@ -4,6 +4,8 @@
 - `rendezvous`: how restarted workers agree on a store namespace that no earlier attempt has used.
 - `devices`: GPUs by torch's number and the machine's; refusals if GPUs are missing.
 - `exits`: from an exception to an exit code and one line on stderr.
+- `causes`: what an error means: a mistake in code, a machine's fault, or the loss of another rank.
+- `attempt_files`: which rank of a node failed first, and what torchrun will report.
 - `tree`: the binary tree over micro-batch ids in which `--reduce tree` adds.
 - `reduction`: the stock `AllReduce`, and `TreeReduction`, the same bits on any number of ranks; both are DDP hooks.
 - `sharded_reduction`: with `--shard on`, FSDP2's reduce-scatter in the order of the tree.

@@ -1,45 +1,36 @@
-"""From an exception to an exit code and a line on stderr, once per node."""
+"""From an exception to an exit code and a line on stderr, once per node.
+
+What ends the main program of a rank, and what follows:
+
+    error                             exit code  a line by                    the keeper gets  then
+    Refusal: bad input                2          local rank 0, or its keeper  "refusal"        torchrun ends
+    Ended: on all ranks, or on rank 0 1          rank 0                                        torchrun decides
+    EndedForGood: on all ranks        1          rank 0                       "give_up"        torchrun ends
+    EndedHere: on some ranks          1          the node's first to fail                      torchrun decides
+      a mistake, by `_comes_again`    1          the same                     "give_up"        torchrun ends
+    the loss of another rank          1          its keeper, if unconfirmed   "lost"           the keeper decides
+    any other exception               1          as EndedHere, a traceback too                 torchrun decides
+      a mistake, by `_comes_again`    1          the same                     "give_up"        torchrun ends
+
+"torchrun decides": it starts all ranks again, if --max-restarts allows. Signals end a process elsewhere (75, see
+`resilience.interruption`), and so do hangs (`resilience.hang`); the keeper's own table is `Keeper._handle_end`.
+"""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
-import logging
 import os
-import re
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from ..common import keeper_link
 from ..common.display import flush, say
-from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedHere, Refusal, Uncollated, place_in
-from ..common.naming import owner
+from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedForGood, EndedHere, Refusal, Uncollated
 from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
-from ..common.user_code import hint
-
-LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
-BROKEN = r"(?i)/gloo/\S+\].*?\b(connection (?:aborted|closed|refused|reset|timed out)(?: by peer)?|broken pipe)"
-LATE = r"(?i)/gloo/\S+\] ((?:timed out|connect timeout)\b[^.\[\n]*\b)"
-"""Patterns in these errors, as gloo's are plain RuntimeErrors: all of them; a connection that broke; a time-out."""
-
-MISTAKES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
-    SystemExit, TypeError, ValueError,
-)  # fmt: skip
-"""Errors of code, unless one of another type led to them, or they are torch's own types."""
-
-OF_MACHINES = (
-    r"(?i:out of memory|allocate memory|(?<!torch\.)cuda(?!:\d)|cudnn|cufft|nccl|nvml|nvidia|hip error|timed? ?out"
-    r"|start new thread|too many open files|shared memory|ancdata|PytorchStreamReader|no space left)"
-    r"|C[UH]\w+_STATUS|DataLoader worker \(pid|exited unexpectedly"
-    "|another exception occurred:|direct cause of the following"
-)
-"""Patterns in such errors that the next try may not have, but not in "found cuda:0 and cpu"; the last two: in a loader
-process, with another cause."""
+from .attempt_files import failed_alike, failed_before, fails_first, shorten_report
+from .causes import is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
 AGAIN = "; the same error as before: not tried again"
 
@@ -48,12 +39,7 @@ OTHERS_SPEAK = 10.0
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Run a main program and return its exit code.
-
-    A refusal prints one line on stderr and returns 2, another known end a line and 1, a bug a traceback, a line and 1.
-    Of a node's ranks the first to fail prints, a traceback once. A refusal also ends torchrun, which would restart, and
-    so does a mistake in the code the second time, if no step was finished.
-    """
+    """Run a main program and return its exit code, by the table of this module. Prints to stderr."""
     try:
         return main() or 0
     except Ended as ended:
@@ -63,8 +49,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
         if speaks:
-            say(f"evenkeel: {line}{AGAIN * (again and _failed_before(line))}", to_stderr=True)
-        _shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
+            say(f"evenkeel: {line}{AGAIN * (again and failed_before(line))}", to_stderr=True)
+        shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return _failed(again)
     except Refusal as refusal:
         line = " ".join(str(refusal).split())
@@ -80,132 +66,25 @@ def exit_code(main: Callable[[], int | None]) -> int:
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         else:
             speaks, again = fails_first(line), _comes_again(error, line)
-            if speaks and not _failed_before(line):
-                _print_traceback(error)
+            if speaks and not failed_before(line):
+                print_traceback(error)
             if speaks:
                 say(f"evenkeel: rank {os.environ.get('RANK', '0')} failed: {line}{AGAIN * again}", to_stderr=True)
-        _shorten_report(line, with_traceback=True)
+        shorten_report(line, with_traceback=True)
         return _failed(again)
-
-
-def _print_traceback(error: Exception) -> None:
-    """Print the traceback; of one that ends in the user's files only their frames, if the rest is not needed or is in
-    this rank's log."""
-    frames = [it for it in _frames(error) if owner(it.filename) in ("engine", "user")]
-    last = "".join(traceback.format_exception_only(error)).rstrip()
-    logs = [it for it in logging.getLogger("evenkeel").handlers if isinstance(it, logging.FileHandler)]
-    log = Path(logs[0].baseFilename if logs else "")
-    logged = log.is_file() and last in log.read_text(errors="replace")
-    led_here = error.__cause__ or (error.__context__ and not error.__suppress_context__)
-    if frames and owner(frames[-1].filename) == "user" and (logged or not led_here):
-        shown = traceback.format_list([it for it in frames if owner(it.filename) == "user"])
-        where = f"; all of it is in {log}" * logged
-        say(f"Traceback (most recent call last), your files only{where}:", to_stderr=True)
-        say("".join(shown) + (_what(error) if _is_of_loader(error) else last), to_stderr=True)
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Of the traceback; after them those of a loader process, which torch has put into the message."""
-    there = re.findall(r'^ *File "(.+)", line (\d+), in (.+)$', str(error), re.M) if _is_of_loader(error) else []
-    more = [traceback.FrameSummary(file, int(number), name) for file, number, name in there]
-    return [*traceback.extract_tb(error.__traceback__), *more]
-
-
-def _is_of_loader(error: BaseException) -> bool:
-    return " in DataLoader worker process " in str(error).partition("\n")[0]
-
-
-def reason_of(error: BaseException) -> str:
-    """What went wrong, in a line, and where; if that is the engine's code, also what to do."""
-    if isinstance(error, Ended | Refusal):
-        return _what(error)
-    line, frames = _what(error).rstrip(".: "), _frames(error)
-    if not frames or owner((last := frames[-1]).filename) != "engine" or hint(error) or not is_mistake(error):
-        return line + place_in(frames)
-    line += f" at {last.filename}:{last.lineno}, in Evenkeel's own code"
-    return f"{line}: unless your task explains it, this is a bug; report it with this output"
-
-
-def cause_of(error: BaseException) -> str:
-    """As :func:`reason_of`; for the loss of a rank of this node that has said why it failed, its line."""
-    said = said_first(os.environ.get("TORCHELASTIC_ERROR_FILE", "")) if is_loss_of_a_rank(error) else ""
-    return said or reason_of(error)
-
-
-def _what(error: BaseException) -> str:
-    name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
-    text = "\n".join((f"{name}{error}".strip(), *getattr(error, "__notes__", ())))
-    sample = re.search(r"^\(sample \d+\)$", text, re.M)  # of `Seeded`
-    first = text.partition("\n")[0].rstrip(".: ")
-    if is_loss_of_a_rank(error):
-        if gloo := re.search(BROKEN, text):
-            return f"the connection to another rank broke: it has died or is out of reach (gloo: {gloo[1]})"
-        if gloo := re.search(LATE, text):
-            return f"no answer from another rank: it is late, stuck or out of reach (gloo: {gloo[1]})"
-    # of an error in a loader process torch names the place first, and the error after its traceback
-    if kind := re.search(r"Caught (\w+) in DataLoader worker process ", first):
-        first = [first, *re.findall(rf"^(?:\w+\.)*{kind[1]}\b.*", text, re.M)][-1]
-    return first + hint(error) + (f" {sample[0]}" if sample else "")
-
-
-def is_loss_of_a_rank(error: BaseException | None) -> bool:
-    """Whether a collective or the store raises such an error when another process is gone."""
-    while error and os.environ.get("WORLD_SIZE", "1") != "1":
-        if type(error).__module__ == "torch.distributed" or (
-            isinstance(error, RuntimeError) and re.search(LOST, str(error))
-        ):
-            return True
-        error = error.__cause__
-    return False
-
-
-def fails_first(line: str = "", or_otherwise: bool = False) -> bool:
-    """Whether no other rank of this node has failed in this attempt: most errors are the same on all ranks.
-    ``or_otherwise``: or the first one has failed with another line."""
-    with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files
-        mark, text = _mark(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
-        try:
-            with mark.open("xb") as file:
-                file.write(text)
-        except FileExistsError:
-            return or_otherwise and mark.read_bytes() != text
-    return True
-
-
-def _failed_before(line: str) -> bool:
-    """Whether an earlier attempt of torchrun on this node has ended with the same line, after its traceback."""
-    with contextlib.suppress(KeyError, OSError):
-        mine = _mark(os.environ["TORCHELASTIC_ERROR_FILE"])
-        return any(other != mine and _says(other, line) for other in mine.parent.parent.glob(f"*/{mine.name}"))
-    return False
 
 
 def _comes_again(error: BaseException, line: str) -> bool:
     """Whether torchrun should not try again: this rank has finished no step, and the error is a mistake in code that a
     check has found, or with which another attempt has ended. Only on one node: another may have failed otherwise."""
+    if isinstance(error, EndedForGood):
+        return True
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
     if keeper_link.has_sent("progress") or not (alone and is_mistake(error)):
         return False
     left = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
     found = type(error) is Uncollated or (type(error) is EndedHere and not error.__cause__)
-    before = _failed_before(line) and _says(_mark(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
-    return before or (found and left)
-
-
-def is_mistake(error: BaseException | None) -> bool:
-    """Whether an error and all that led to it come from code, and not from a machine, a network or another rank."""
-    while error:
-        name = type(error).__name__  # in a loader process it may have had another one
-        mistake = isinstance(error, MISTAKES) and type(error).__module__.partition(".")[0] != "torch"
-        machine = isinstance(error, OSError) or bool(re.search(rf"{OF_MACHINES}|^Caught (?!{name} )", str(error)))
-        # ours and torch's: where ranks wait for others
-        machine |= any(it.filename.endswith("rendezvous.py") for it in traceback.extract_tb(error.__traceback__))
-        if machine or not (mistake or type(error) in (EndedHere, Uncollated)) or is_loss_of_a_rank(error):
-            return False
-        error = error.__cause__ or error.__context__
-    return True
+    return (failed_before(line) and failed_alike(line)) or (found and left)
 
 
 def _failed(for_good: bool) -> int:
@@ -221,48 +100,6 @@ def give_up() -> None:
     """End torchrun, which would start this rank again, after an error that would come again."""
     if agent := torchrun_agent():
         end_agent(agent, by=FAILURE)
-
-
-def forget_error() -> None:
-    """Forget that this rank has failed, or torchrun would report it at the next end."""
-    with contextlib.suppress(KeyError, OSError):
-        Path(file := os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()
-        _mark(file).unlink()
-
-
-def _bytes(line: str) -> bytes:
-    return line.encode("utf-8", "backslashreplace")  # a path need not be UTF-8
-
-
-def _says(mark: Path, line: str) -> bool:
-    """Whether a rank has failed with this line; shapes and indices may differ, as between ranks, but not the place."""
-    first, second = (re.sub(rb"(?<!:)\b\d+", b"0", it) for it in (mark.read_bytes(), _bytes(line)))
-    return first == second
-
-
-def said_first(error_file: str) -> str:
-    """The line of the node's first rank to fail, in the attempt of an error file; "" if it is not known."""
-    with contextlib.suppress(OSError):
-        return _mark(error_file).read_text(errors="replace").strip()
-    return ""
-
-
-def _mark(error_file: str) -> Path:
-    return Path(error_file).parent.parent / "failed"  # in the attempt's folder, which has one for each rank
-
-
-def _shorten_report(line: str, with_traceback: bool = False) -> None:
-    """Put the line into torchrun's closing report, in place of the traceback that `record` has written for it.
-
-    The traceback goes under another name, for `evenkeel follow`.
-    """
-    with contextlib.suppress(KeyError, OSError, ValueError):  # no torchrun, or one that keeps no files
-        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-        report = json.loads(path.read_text())
-        known = report["message"]["extraInfo"]
-        known |= {"traceback": known["py_callstack"]} if with_traceback else {}
-        known["py_callstack"] = line
-        path.write_text(json.dumps(report))
 
 
 def refuse(line: str) -> None:

@@ -29,7 +29,7 @@ from ..common.arguments import some_options
 from ..common.errors import REFUSED, Refusal
 from ..common.network import Waiting
 from ..common.processes import AGENT_SIGNALS, FAILURE, REFUSAL, survives_the_terminal
-from ..distributed.exits import said_first
+from ..distributed.attempt_files import said_first
 from ..resilience.interruption import STOPPED
 from ..run.records import read_config
 

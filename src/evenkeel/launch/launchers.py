@@ -39,6 +39,15 @@ T = TypeVar("T")
 PASSED_ON = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT", "NCCL_", "OMP_NUM_")
 """Beginnings of the names of variables that a container gets from the environment of who starts it."""
 
+OTHER_NAMES = {
+    **{flag(name): f"-- {flag(name)}" for name in OPTION_NAMES},  # typed before the --
+    **dict.fromkeys(("--node", "--nnodes", "--num-nodes", "--num_nodes"), "--nodes"),
+    **dict.fromkeys(("--gpu", "--nproc-per-node", "--nproc_per_node", "--gpus-per-node", "--num-gpus"), "--gpus"),
+    **dict.fromkeys(("--master-addr", "--master_addr", "--rdzv-endpoint", "--rdzv_endpoint"), "--master"),
+    "--node_rank": "--node-rank",
+}
+"""Names of options of train.py and of other launchers -> what to type here."""
+
 Count = tyro.conf.arg(metavar="N", help_behavior_hint="")
 Gpus = Annotated[int | None, tyro.conf.arg(aliases=["-g"], metavar="N", help_behavior_hint="")]
 
@@ -103,6 +112,7 @@ def parse_arguments(options: type[T], argv: Sequence[str]) -> tuple[T, list[str]
     parsed = one_line_errors(
         lambda: tyro.cli(options, args=argv[:cut], description=text),
         hint="see --help; options for train.py come after --",
+        synonyms=OTHER_NAMES,
     )
     check_numbers(parsed)
     return parsed, list(argv[cut + 1 :])

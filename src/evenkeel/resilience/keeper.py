@@ -53,7 +53,8 @@ from ..common.processes import (
     survives_the_terminal,
 )
 from ..config import Config
-from ..distributed.exits import forget_error, give_up, refuse
+from ..distributed.attempt_files import forget_error
+from ..distributed.exits import give_up, refuse
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
 from .kept_store import end_store, serve_store, store_is_alive
 from .memory_checkpoint import KeeperMemory, Stored
@@ -62,8 +63,11 @@ from .peers import Peers
 UNFORKABLE = 119
 """Exit code of a fork that cannot train: its keeper has used a GPU, or has died."""
 
-REGROUP_TIMEOUT = 10.0
-"""Seconds beyond --grace after which a trainer that got REGROUP and has not left is killed."""
+LEAVE_TIMEOUT = 10.0
+"""Seconds beyond --grace after which a trainer that was asked to leave, and has not, is killed."""
+
+EXIT_TIMEOUT = 5.0
+"""The same after a second Ctrl-C, which saves nothing more."""
 
 ANNOUNCE_DELAY = 0.3
 """Seconds in which a state is usually on the disk. Only a keeper that waits longer prints that it waits."""
@@ -93,6 +97,7 @@ class Keeper:
         self._forks, self._without_progress, self._furthest_start = json.loads(keeper_link.counts or "[0, 0, 0]")
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
         self._exit_at_once = False  # whether Ctrl-C was pressed after that: exit without waiting
+        self._exit_time = 0.0  # when
         self._regroup_time = 0.0  # at which the trainer got REGROUP; 0: it has not
         self._messages: dict[str, str] = {}  # the last value of each message from the trainer
         self._partial_line = b""  # the part of the next message that has been read
@@ -110,6 +115,8 @@ class Keeper:
             code = os.waitstatus_to_exitcode(self._attend(self._fork(mask)))
             self._memory.take(self._messages.get("memory", ""))
             if code == UNFORKABLE and not self._messages:
+                if self._stop_time:
+                    self._end(STOPPED)
                 break  # this process trains itself
             if not self._handle_end(code):
                 if code:
@@ -173,14 +180,18 @@ class Keeper:
             if ended:
                 os.close(self._pipe)
                 return status
-            if self._stop_time:
-                continue
-            if self._regroup_time:
-                if time.monotonic() - self._regroup_time > self._grace + REGROUP_TIMEOUT:
-                    os.kill(pid, signal.SIGKILL)
-            elif self._peers.learn_of_death():
+            if self._is_overdue():
+                os.kill(pid, signal.SIGKILL)
+            elif not (self._stop_time or self._regroup_time) and self._peers.learn_of_death():
                 self._regroup_time = time.monotonic()
                 os.kill(pid, keeper_link.REGROUP)
+
+    def _is_overdue(self) -> bool:
+        """Whether the trainer was asked to leave and no longer can: it is stopped, or its interpreter does not run."""
+        now, asked = time.monotonic(), self._stop_time or self._regroup_time
+        if self._exit_time and now > self._exit_time + EXIT_TIMEOUT:
+            return True
+        return bool(asked) and now > asked + self._grace + LEAVE_TIMEOUT
 
     def _pass_on(self, number: int, pid: int) -> None:
         """Pass a stop signal on to the trainer, which may have received it itself: as one of its process group."""
@@ -230,7 +241,7 @@ class Keeper:
         if not self._stop_time:
             self._stop_time, self._stop_signal = now, number
         elif signal.SIGINT in (number, self._stop_signal) and now - self._stop_time > PRESS_WINDOW:
-            self._exit_at_once = True
+            self._exit_at_once, self._exit_time = True, self._exit_time or now
 
     def _await_written(self) -> bool:
         """Wait until what trainers have stored in memory is on the disk: at most --grace, counted from a stop signal if
@@ -266,6 +277,8 @@ class Keeper:
         got REGROUP, or lost a rank whose keeper confirms its death             yes: another rank has died
         anything else, such as an exception                                     no
         """
+        if self._stop_time and code == -signal.SIGKILL:
+            _say(f"rank {self._rank} was killed before it had left after {signal_name(self._stop_signal)}")
         if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or not store_is_alive():
             return False
         if code == 0:

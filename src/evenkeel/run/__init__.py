@@ -47,7 +47,7 @@ What a run directory holds:
     status.json       running, finished, stopped or failed; step, starts, host and pid of rank 0; hints
     metrics.jsonl     a line for each event; a "start" record for each attempt
     ranks.jsonl       when each rank was ready for the reduction, with several ranks
-    checkpoints/      step-N/state.pt (with --shard on state-R-of-W.pt) and manifest.json; damaged-*, wrong-* were set aside
+    checkpoints/      step-N/state.pt (with --shard on state-R-of-W.pt) and manifest.json; set aside: damaged-*, wrong-*
     logs/             attempt-N/rank-R.log; after a hang stacks, and flight/ for torchfrtrace
     compiled/         with --compile
     profile/          with --profile: rank-R.json and operators.txt

@@ -27,14 +27,14 @@ import torch
 from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.display import near
-from ..common.errors import Ended, Refusal
+from ..common.errors import Ended, EndedForGood, Refusal
 from ..common.phases import START_UP, activity
 from ..config import Config, changed_options, saved_options
 from ..config.options import ALIKE
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
+from ..distributed.causes import is_loss_of_a_rank, reason_of
 from ..distributed.devices import describe, explain_uneven
-from ..distributed.exits import is_loss_of_a_rank, reason_of
 from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
 from ..resilience.interruption import REGROUPING
@@ -316,7 +316,7 @@ class Attempt:
         if self._directory:
             with contextlib.suppress(OSError):
                 self._directory.update("failed", reason=reason)
-        raise Ended(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
+        raise EndedForGood(f"{reason}; logs are in {self.path / 'logs'}; the same command tries again")
 
     def _start_tracking(self, cut_line: str) -> None:
         """Start the tracker on rank 0, and report how the cut was found, if a line says so."""

@@ -116,7 +116,9 @@ class Checkpoints:
         Two at once only cost time and space: each writes under its own name and gives up if the other was faster.
         Raises OSError as :func:`refuse_stale_writer`.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.folder.parent)
         with folder_locked(self.folder, until) as alone:
             refuse_stale_writer(self)
             yield alone

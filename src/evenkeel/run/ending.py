@@ -21,7 +21,7 @@ from ..common.memory import is_out_of_memory
 from ..common.naming import shown
 from ..common.phases import CHECKPOINT, activity
 from ..common.processes import ends_with_traceback
-from ..distributed.exits import cause_of, is_loss_of_a_rank
+from ..distributed.causes import cause_of, is_loss_of_a_rank
 from ..resilience.diagnosis import Diagnosis
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED

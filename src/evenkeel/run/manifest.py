@@ -131,7 +131,7 @@ def read_manifest(path: Path) -> Manifest:
         return replace(manifest, files=states | manifest.files)
     except OSError as error:
         raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise Damaged(f"{file}: is not this checkpoint's manifest ({type(error).__name__}: {error})") from None
 
 

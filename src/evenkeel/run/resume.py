@@ -15,7 +15,7 @@ import torch
 from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.display import near
-from ..common.errors import Ended, Refusal
+from ..common.errors import EndedForGood, Refusal
 from ..common.files import folder_locked
 from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
@@ -65,7 +65,7 @@ class Resume:
         again in place usually find it in the memory of their own machine; with --shard, in their saver's slots.
 
         Raises:
-            Ended: it does not fit this model.
+            EndedForGood: it does not fit this model.
             Refusal: on all ranks: every checkpoint is damaged; there is none, and the file of --init-from is missing;
                 or, with --strict-bits, as :func:`compare_bits`.
         """
@@ -92,8 +92,8 @@ class Resume:
         damaged = self._world.gather(next(map(str, self._checkpoints.folder.glob(f"{DAMAGED}*")), ""))
         if first := next(filter(None, damaged), ""):
             raise Refusal(
-                f"{near(self._path)}: every checkpoint is damaged (set aside, such as {near(Path(first))}); copy a whole "
-                f"one into {near(self._checkpoints.folder)}, or start over with --fresh"
+                f"{near(self._path)}: every checkpoint is damaged (set aside, such as {near(Path(first))}); copy a "
+                f"whole one into {near(self._checkpoints.folder)}, or start over with --fresh"
             )
         if path := self._config.init_from:
             found = self._world.gather(path.exists())
@@ -174,7 +174,7 @@ class Resume:
             if is_out_of_memory(error):
                 raise
             what = misfit(error, state.model, saved["model"])
-            raise Ended(
+            raise EndedForGood(
                 f"{self._path}: its state of step {saved['step']} does not fit this model and its optimizers ({what}); "
                 "restore the code that made it, name another --run-dir, or start over with --fresh"
             ) from error

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.data import DataLoader
 
 from ..common import keeper_link
-from ..common.errors import FAILED, Ended, Refusal, no_exit
+from ..common.errors import FAILED, EndedHere, Refusal, no_exit
 from ..common.phases import COMPILE_TIMEOUT, START_UP, activity
 from ..config import Config, profile_window, shard_size
 from ..data.data_digest import TRAINING
@@ -163,7 +163,10 @@ class Run:
             with operations_named(), no_exit():
                 yield
                 if not self.state.is_over():
-                    raise Ended(f"the training loop ended at step {self.state.step} of {self.plan.total_steps}")
+                    done, planned = self.state.step, self.plan.total_steps
+                    raise EndedHere(
+                        f"the training loop ended at step {done} of {planned}: it must take all run.steps()"
+                    )
                 self.ending.finish(self.evaluator.metrics)
         except KeyboardInterrupt:  # only in a notebook (`Resident`): else the interruption ends the process
             self.ending.stopped(lambda: "Ctrl-C")

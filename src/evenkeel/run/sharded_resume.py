@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ..common.errors import Ended
+from ..common.errors import EndedForGood
 from ..common.phases import START_UP, activity
 from ..distributed.world import World
 from ..training.staging import map_tensors
@@ -36,7 +36,7 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     The saver gets the token of this launch, and whether it writes checkpoints. Every rank must call it.
 
     Raises:
-        Ended: on all ranks, if one does not see the folder of the others.
+        EndedForGood: on all ranks, if one does not see the folder of the others.
     """
     checkpoints, saver.writes = saver.checkpoints, world.rank < sharding.ranks
     _refuse_own_folder(world, checkpoints)
@@ -129,7 +129,7 @@ def _refuse_own_folder(world: World, checkpoints: Checkpoints) -> None:
         mark.unlink(missing_ok=True)
     if not all(seen):
         blind = ", ".join(str(rank) for rank, it in enumerate(seen) if not it)
-        raise Ended(
+        raise EndedForGood(
             f"--shard needs a shared folder for checkpoints: rank {blind} does not see {checkpoints.folder} of "
             "rank 0; name a --run-dir on a disk that all nodes share"
         )

@@ -271,7 +271,7 @@ def _from_toml(value: Any, hint: Any) -> Any:
 
 
 CONTINUES = "not needed: the same command continues where it stopped (--fresh starts over)"
-LAUNCHED = "an option of the launchers: launch/single_node.py -g N, launch/multi_node.py -n N -g N -nr N, or torchrun"
+LAUNCHED = "an option of launch/single_node.py and the other launchers, before the --; plain torchrun has its own"
 FROM_TORCHRUN = "not needed: torchrun sets it for each process"
 
 SYNONYMS = {
@@ -344,7 +344,8 @@ SYNONYMS = {
     "--local-rank --rank --world-size --use-env --dist-url --dist-backend --init-method --backend --master-addr "
     "--master-port": FROM_TORCHRUN,
     "--gpu --gpu-ids --gpu-id --num-gpus --devices --trainer.devices --nproc --nproc-per-node --nnodes --num-nodes "
-    "--num-processes --num-machines --parallelism.data-parallel-replicate-degree": LAUNCHED,
+    "--nodes --gpus --node-rank --dry-run --doctor --max-restarts --num-processes --num-machines "
+    "--parallelism.data-parallel-replicate-degree": LAUNCHED,
     "--device --cuda --no-cuda --accelerator": "no option: GPUs where there are any (CUDA_VISIBLE_DEVICES chooses)",
     "--config-file --cfg": "--config",
     "-a --arch --network --backbone --net --model-name "

@@ -91,13 +91,17 @@ def load_task(name: str, label: str = "") -> type[Task]:
     here, label = built_in(), label or f"--task {name}"
     source, _, attribute = (f"{__package__}.{name}:{BUILT_IN[name]}" if name in here else name).rpartition(":")
     if not source or not attribute:
-        why = "has been deleted from this copy of Evenkeel" if name in BUILT_IN else "unknown"
+        near = [f"unknown; did you mean {it}?" for it in difflib.get_close_matches(name, here, 1)]
+        why = "has been deleted from this copy of Evenkeel" if name in BUILT_IN else [*near, "unknown"][0]
         if name == "digits":  # of version 0.1.0
             why = "is now --task classify --dataset digits, the defaults"
-        if name.endswith(".py") and Path(name).is_file():
-            why = "the class is missing"
+        if (file := Path(name.rstrip(":"))).suffix == ".py":
+            text = file.read_text(errors="replace") if file.is_file() else None
+            classes = [f"{file}:{it}" for it in re.findall(r"^class (\w+)\(", text or "", re.M)]
+            why = "no such file" if text is None else "the class is missing"
+            why += f"; did you mean {' or '.join(classes[:MOST_LISTED])}?" if classes else ""
         own = "your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
-        raise Refusal(f"{label}: {why}; built in: {', '.join(here)}; {own}")
+        raise Refusal(f"{label}: {why}{' Built' if why.endswith('?') else '; built'} in: {', '.join(here)}; {own}")
     found = load_name(f"{source}:{attribute}", label)
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = f"is not a subclass of evenkeel.tasks.Task in {source}{place_of_class(found)}"

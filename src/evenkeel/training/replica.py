@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..common.errors import Ended
+from ..common.errors import EndedHere
 from ..distributed.world import World
 from ..resilience.slot_files import SLOT_HEAD, step_in
 from .slots import HEAD, clear
@@ -52,7 +52,7 @@ class Replica:
         try:
             os.posix_fallocate(target, 0, end + layout + plain)
         except OSError as error:
-            raise Ended(f"--replicate 1: no memory for another rank's rows: {error.strerror}") from None
+            raise EndedHere(f"--replicate 1: no memory for another rank's rows: {error.strerror}") from error
         self._swap(_content(own, sum(numbers[1:])), _content(target, end + layout + plain))
         os.pwrite(target, SLOT_HEAD.pack(step, end, layout, plain), 0)
 

@@ -79,7 +79,7 @@ class Slot(Staging):
             os.posix_fallocate(self._descriptor, 0, self._end)  # a page that is missing later is a SIGBUS
         except OSError as error:
             size = f"{self._end / 1e6:.0f} MB"
-            raise EndedHere(f"--shard: no memory for this rank's rows ({size}, twice): {error.strerror}") from None
+            raise EndedHere(f"--shard: no memory for this rank's rows ({size}, twice): {error.strerror}") from error
         self._buffers, self._static = _views(mmap.mmap(self._descriptor, self._end), static[0]), static
         self._static_bytes = os.pwrite(self._descriptor, pickle.dumps(static, PROTOCOL), self._end)
 

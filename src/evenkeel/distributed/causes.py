@@ -1,0 +1,124 @@
+"""What an error means: a mistake in code, a machine's fault, or the loss of another rank; and how it is printed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+from ..common.display import say
+from ..common.errors import Ended, EndedHere, Refusal, Uncollated, place_in
+from ..common.naming import owner
+from ..common.user_code import hint
+from .attempt_files import said_first
+
+LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
+BROKEN = r"(?i)/gloo/\S+\].*?\b(connection (?:aborted|closed|refused|reset|timed out)(?: by peer)?|broken pipe)"
+LATE = r"(?i)/gloo/\S+\] ((?:timed out|connect timeout)\b[^.\[\n]*\b)"
+"""Patterns in these errors, as gloo's are plain RuntimeErrors: all of them; a connection that broke; a time-out."""
+
+MISTAKES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
+    SystemExit, TypeError, ValueError,
+)  # fmt: skip
+"""Errors of code, unless one of another type led to them, or they are torch's own types."""
+
+OF_MACHINES = (
+    r"(?i:out of memory|allocate memory|(?<!torch\.)cuda(?!:\d)|cudnn|cufft|nccl|nvml|nvidia|hip error|timed? ?out"
+    r"|start new thread|too many open files|shared memory|ancdata|PytorchStreamReader|no space left)"
+    r"|C[UH]\w+_STATUS|DataLoader worker \(pid|exited unexpectedly"
+    "|another exception occurred:|direct cause of the following"
+)
+"""Patterns in such errors that the next try may not have, but not in "found cuda:0 and cpu"; the last two: in a loader
+process, with another cause."""
+
+
+def print_traceback(error: Exception) -> None:
+    """Print the traceback; of one that ends in the user's files only their frames, if the rest is not needed or is in
+    this rank's log."""
+    frames = [it for it in _frames(error) if owner(it.filename) in ("engine", "user")]
+    last = "".join(traceback.format_exception_only(error)).rstrip()
+    logs = [it for it in logging.getLogger("evenkeel").handlers if isinstance(it, logging.FileHandler)]
+    log = Path(logs[0].baseFilename if logs else "")
+    logged = log.is_file() and last in log.read_text(errors="replace")
+    led_here = error.__cause__ or (error.__context__ and not error.__suppress_context__)
+    if frames and owner(frames[-1].filename) == "user" and (logged or not led_here):
+        shown = traceback.format_list([it for it in frames if owner(it.filename) == "user"])
+        where = f"; all of it is in {log}" * logged
+        say(f"Traceback (most recent call last), your files only{where}:", to_stderr=True)
+        say("".join(shown) + (line_of(error) if _is_of_loader(error) else last), to_stderr=True)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Of the traceback; after them those of a loader process, which torch has put into the message."""
+    there = re.findall(r'^ *File "(.+)", line (\d+), in (.+)$', str(error), re.M) if _is_of_loader(error) else []
+    more = [traceback.FrameSummary(file, int(number), name) for file, number, name in there]
+    return [*traceback.extract_tb(error.__traceback__), *more]
+
+
+def _is_of_loader(error: BaseException) -> bool:
+    return " in DataLoader worker process " in str(error).partition("\n")[0]
+
+
+def reason_of(error: BaseException) -> str:
+    """What went wrong, in a line, and where; if that is the engine's code, also what to do."""
+    if isinstance(error, Ended | Refusal):
+        return line_of(error)
+    line, frames = line_of(error).rstrip(".: "), _frames(error)
+    if not frames or owner((last := frames[-1]).filename) != "engine" or hint(error) or not is_mistake(error):
+        return line + place_in(frames)
+    line += f" at {last.filename}:{last.lineno}, in Evenkeel's own code"
+    return f"{line}: unless your task explains it, this is a bug; report it with this output"
+
+
+def cause_of(error: BaseException) -> str:
+    """As :func:`reason_of`; for the loss of a rank of this node that has said why it failed, its line."""
+    said = said_first(os.environ.get("TORCHELASTIC_ERROR_FILE", "")) if is_loss_of_a_rank(error) else ""
+    return said or reason_of(error)
+
+
+def line_of(error: BaseException) -> str:
+    """The first line of an error, with our hint, and in plain words if it is gloo's of a lost rank."""
+    name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
+    text = "\n".join((f"{name}{error}".strip(), *getattr(error, "__notes__", ())))
+    sample = re.search(r"^\(sample \d+\)$", text, re.M)  # of `Seeded`
+    first = text.partition("\n")[0].rstrip(".: ")
+    if is_loss_of_a_rank(error):
+        if gloo := re.search(BROKEN, text):
+            return f"the connection to another rank broke: it has died or is out of reach (gloo: {gloo[1]})"
+        if gloo := re.search(LATE, text):
+            return f"no answer from another rank: it is late, stuck or out of reach (gloo: {gloo[1]})"
+    # of an error in a loader process torch names the place first, and the error after its traceback
+    if kind := re.search(r"Caught (\w+) in DataLoader worker process ", first):
+        first = [first, *re.findall(rf"^(?:\w+\.)*{kind[1]}\b.*", text, re.M)][-1]
+    return first + hint(error) + (f" {sample[0]}" if sample else "")
+
+
+def is_loss_of_a_rank(error: BaseException | None) -> bool:
+    """Whether a collective or the store raises such an error when another process is gone."""
+    while error and os.environ.get("WORLD_SIZE", "1") != "1":
+        if type(error).__module__ == "torch.distributed" or (
+            isinstance(error, RuntimeError) and re.search(LOST, str(error))
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def is_mistake(error: BaseException | None) -> bool:
+    """Whether an error and all that led to it come from code, and not from a machine, a network or another rank."""
+    while error:
+        name = type(error).__name__  # in a loader process it may have had another one
+        mistake = isinstance(error, MISTAKES) and type(error).__module__.partition(".")[0] != "torch"
+        machine = isinstance(error, OSError) or bool(re.search(rf"{OF_MACHINES}|^Caught (?!{name} )", str(error)))
+        # ours and torch's: where ranks wait for others
+        machine |= any(it.filename.endswith("rendezvous.py") for it in traceback.extract_tb(error.__traceback__))
+        if machine or not (mistake or type(error) in (EndedHere, Uncollated)) or is_loss_of_a_rank(error):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
