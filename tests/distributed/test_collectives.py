@@ -13,7 +13,7 @@ from torch.distributed import all_gather  # as a task may import it
 
 from evenkeel.common.errors import EndedHere
 from evenkeel.distributed.collectives import no_collectives
-from evenkeel.distributed.sync_batchnorm import Peers
+from evenkeel.distributed.sync_batchnorm import BusyRanks
 from evenkeel.distributed.world import World
 from tests.support.processes import free_port
 
@@ -58,7 +58,7 @@ def test_what_is_asked_and_what_is_our_own_is_let_through() -> None:
     try:
         with no_collectives("loss()"):
             assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
-            assert Peers().gather(torch.ones(2)).shape == (1, 2)
+            assert BusyRanks().gather(torch.ones(2)).shape == (1, 2)
             with no_collectives(""):  # what a task allows
                 dist.barrier()
         dist.barrier()

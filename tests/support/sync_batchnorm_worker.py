@@ -10,7 +10,7 @@ from steps import rank_0_writes
 from torch import Tensor, nn
 
 from evenkeel.data.plan import Plan, contiguous_part
-from evenkeel.distributed.sync_batchnorm import Peers, peers_of, synchronise
+from evenkeel.distributed.sync_batchnorm import BusyRanks, peers_of, synchronise
 from evenkeel.distributed.world import World
 
 SAMPLES, CHANNELS = 11, 5
@@ -72,7 +72,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / max(float(expected.norm()), 1e-12))
 
 
-def case(name: str, world: World, peers: Peers) -> dict[str, float]:
+def case(name: str, world: World, peers: BusyRanks) -> dict[str, float]:
     dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(name, torch.float32)
     x, weight = data(name, dtype)
     # what is right: everything in float64 on one process, from the same numbers
@@ -94,7 +94,7 @@ def case(name: str, world: World, peers: Peers) -> dict[str, float]:
     return {key: distance(whole[key], expected[key]) for key in whole}
 
 
-def layer_of(norm: nn.Module, peers: Peers) -> nn.Module:
+def layer_of(norm: nn.Module, peers: BusyRanks) -> nn.Module:
     """The layer, with the peers that are connected already."""
     synchronise(norm, Plan(1, 1, 1, 1), World(0, 0, 1, 1, torch.device("cpu"), launched=False))
     mine = norm
@@ -104,7 +104,7 @@ def layer_of(norm: nn.Module, peers: Peers) -> nn.Module:
 
 
 def found(world: World) -> dict[str, dict[str, float]]:
-    count, peers = world.world_size - 1, Peers()
+    count, peers = world.world_size - 1, BusyRanks()
     peers.connect([count, 1])
     peers.select(count)
     return {name: case(name, world, peers) for name in CASES}

@@ -87,6 +87,6 @@ def place_of(trace: TracebackType | None) -> str:
 
 
 def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
-    """As :func:`place_of`."""
+    """As :func:`place_of`, of the frames of a traceback."""
     found = [f for f in frames if owner(f.filename) == "user"] or [f for f in frames if owner(f.filename) == "package"]
     return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""

@@ -20,7 +20,7 @@ Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", 
     lost        the rank ends because it has lost another one; what to print if that is not so
     hang        it ends because of a hang
     refusal     it refuses its input; the line
-    give_up     it has failed as before, and should not be started again
+    give_up     it would fail again, and should not be started again (`distributed.exits`)
     stop        it has received a stop signal
 """
 

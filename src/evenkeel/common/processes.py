@@ -128,6 +128,17 @@ def signal_name(number: int) -> str:
     return f"signal {number}"
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun has started this process, or its keeper."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def heeded_stops() -> list[signal.Signals]:
+    """The stop signals that a rank heeds: all, but under `nohup` not SIGHUP, after which torchrun ends it anyway."""
+    nohup = survives_the_terminal(keeper_link.launcher() if under_torchrun() else os.getpid())
+    return [number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)]
+
+
 def survives_the_terminal(pid: int) -> bool:
     """Whether a process ignores SIGHUP, as under `nohup`. Linux only."""
     return _in_mask(pid, "SigIgn", signal.SIGHUP)
@@ -146,7 +157,7 @@ def torchrun_agent() -> int | None:
     """The pid of the torchrun that started this process; None if something else did, such as a shell in between."""
     parent = keeper_link.launcher()
     named = process_name(parent) == "pt_elastic"  # `torch.distributed.run` names its thread so
-    return parent if "TORCHELASTIC_RUN_ID" in os.environ and named else None
+    return parent if under_torchrun() and named else None
 
 
 def ends_with_traceback(launcher: int) -> bool:

@@ -107,7 +107,8 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        if not steps or not self.micro_batches(steps.start):  # idle for the rest of the epoch; a stream's is long
+        # no later step has more micro-batches, so a rank that is idle in the first is idle in all; a stream's are many
+        if not steps or not self.micro_batches(steps.start):
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))
         while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):

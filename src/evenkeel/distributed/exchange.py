@@ -2,7 +2,7 @@
 
 A bucket of n numbers is cut into one chunk for each rank:
 
-1. a rank folds its micro-batches into the maximal subtrees of its run (one, where W and M / W are powers of two);
+1. a rank folds its micro-batches into the maximal subtrees of its run (one, if M / W is a power of two);
 2. an all-to-all brings each chunk of these to the chunk's owner;
 3. the owner folds them into the root;
 4. a second all-to-all brings all roots to all ranks.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -99,6 +99,13 @@ class FullBucket(NamedTuple):
     last: bool
 
 
+class UnderWay(NamedTuple):
+    """A bucket whose chunks, or whose sums, are being sent."""
+
+    job: FullBucket
+    handle: Any
+
+
 class Pipeline:
     """A thread that runs the exchanges of a backward pass: at any time the sums of a bucket and the chunks of the next
     are under way.
@@ -147,22 +154,20 @@ class Pipeline:
                             job.future.set_exception(broken)  # type: ignore[arg-type]
 
     def _one_pass(self, taken: list[FullBucket]) -> None:
-        # each bucket goes through one stage in a round, the newest first: its chunks before the sums of the one before
-        under_way: list[Iterator[bool]] = []
-        while under_way or not taken:
+        """Exchange the buckets of one backward pass, which ends with the last one; each is appended to `taken`."""
+        chunks: UnderWay | None = None
+        sums: UnderWay | None = None
+        while chunks or sums or not taken:
+            next_chunks = next_sums = None
             if not (taken and taken[-1].last):
-                taken.append(self._jobs.get())
-                under_way.insert(0, self._stages(taken[-1]))
-            under_way = [stages for stages in under_way if next(stages, False)]
-
-    @staticmethod
-    def _stages(job: FullBucket) -> Iterator[bool]:
-        if job.ready:
-            job.ready.wait(torch.cuda.current_stream(job.bucket.device))
-        handle = job.exchange.send_chunks(job.sums, job.shares)
-        yield True
-        handle.wait()
-        handle = job.exchange.send_sums(job.bucket)
-        yield True
-        handle.wait()
-        job.future.set_result(job.bucket)
+                taken.append(job := self._jobs.get())
+                if job.ready:
+                    job.ready.wait(torch.cuda.current_stream(job.bucket.device))
+                next_chunks = UnderWay(job, job.exchange.send_chunks(job.sums, job.shares))
+            if chunks:
+                chunks.handle.wait()
+                next_sums = UnderWay(chunks.job, chunks.job.exchange.send_sums(chunks.job.bucket))
+            if sums:
+                sums.handle.wait()
+                sums.job.future.set_result(sums.job.bucket)
+            chunks, sums = next_chunks, next_sums

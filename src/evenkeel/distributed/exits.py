@@ -28,7 +28,15 @@ from typing import NoReturn
 from ..common import keeper_link
 from ..common.display import flush, say
 from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedForGood, EndedHere, Refusal, Uncollated
-from ..common.processes import FAILURE, can_lose_a_node, end_agent, leave_nothing, orphaned_within, torchrun_agent
+from ..common.processes import (
+    FAILURE,
+    can_lose_a_node,
+    end_agent,
+    leave_nothing,
+    orphaned_within,
+    torchrun_agent,
+    under_torchrun,
+)
 from .attempt_files import failed_alike, failed_before, fails_first, shorten_report
 from .causes import is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
@@ -105,7 +113,7 @@ def give_up() -> None:
 def refuse(line: str) -> None:
     """Print the line, if local rank 0 of this node does not, and end torchrun."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    others_speak = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0"
+    others_speak = under_torchrun() and os.environ.get("LOCAL_RANK") != "0"
     if others_speak and orphaned_within(OTHERS_SPEAK + REFUSAL_TIMEOUT * (nodes > 1), os.getppid()):
         return
     say(f"evenkeel: {line}", to_stderr=True)

@@ -35,12 +35,13 @@ from datetime import timedelta
 from typing import Any, cast
 from uuid import uuid4
 
-from torch.distributed import DistError, TCPStore, is_torchelastic_launched  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..common import keeper_link
 from ..common.errors import REFUSAL_TIMEOUT, EndedHere, Refusal
 from ..common.network import Waiting, why_unreachable
+from ..common.processes import under_torchrun
 
 _REFUSED = "refused by rank "
 """Prefix of the value that replaces a call if another node has refused the job's input."""
@@ -70,7 +71,7 @@ def job_store(rank: int, world_size: int, timeout: timedelta, connect_limit: flo
         EndedHere: it did not appear.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    on_this_host = rank == 0 and not _agent_hosts()  # in this process, or beside its keeper
+    on_this_host = rank == 0 and not agent_hosts_store()  # in this process, or beside its keeper
     hosts = on_this_host and keeper_link.STORE not in os.environ
     who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
     # a node may not find itself by the name that the others use; and in a container without DNS torch, which looks up
@@ -84,7 +85,7 @@ def job_store(rank: int, world_size: int, timeout: timedelta, connect_limit: flo
     return TCPStore(name, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
 
 
-def _agent_hosts() -> bool:
+def agent_hosts_store() -> bool:
     """Whether a torchrun agent hosts the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -96,7 +97,7 @@ def refuse_together(text: str) -> None:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # rank 0's store may still come; an agent's that is not there is gone
-    limit = 0 if _agent_hosts() else REFUSAL_TIMEOUT
+    limit = 0 if agent_hosts_store() else REFUSAL_TIMEOUT
     with contextlib.suppress(EndedHere, DistError):
         namespace = _namespace(job_store(rank, world_size, timedelta(seconds=REFUSAL_TIMEOUT), limit), world_size)
         namespace.add("refused", 1)
@@ -225,6 +226,6 @@ def _polls(world_size: int, timeout: timedelta) -> Iterator[None]:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         yield
-        if os.getppid() != parent and is_torchelastic_launched():
+        if os.getppid() != parent and under_torchrun():
             raise RuntimeError("the torchrun agent of this worker has died: the worker's attempt is over")
         time.sleep(max(0.01, world_size / 5000))

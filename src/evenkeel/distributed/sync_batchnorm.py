@@ -23,7 +23,7 @@ from .collectives import no_collectives
 from .world import World
 
 
-class Peers:
+class BusyRanks:
     """The ranks with a micro-batch in the present step; all layers of a model share one."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def refuse_too_few_ranks(plan: Plan, world_size: int) -> None:
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm with the statistics of the global batch in training; plain BatchNorm in evaluation."""
 
-    peers: Peers
+    peers: BusyRanks
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each channel, the second dimension."""
@@ -121,7 +121,7 @@ class _Normalise(torch.autograd.Function):
     """(x - mean) * scale, both statistics of the x of all peers; the gradient goes through these too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, total: Tensor, peers: Peers) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, total: Tensor, peers: BusyRanks) -> Tensor:
         normalised = (x - mean) * scale
         ctx.save_for_backward(normalised, scale, total)
         ctx.peers = peers
@@ -162,7 +162,7 @@ def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring"
     if not layers:
         raise Refusal("--sync-batchnorm: the model has no BatchNorm layer; leave it out")
     refuse_too_few_ranks(plan, world.world_size)
-    peers = Peers()
+    peers = BusyRanks()
     for layer, kind in layers:
         layer.__class__ = kind  # keeps hooks and references to the layer
         synced: Any = layer
@@ -184,6 +184,6 @@ def _kind(layer: nn.Module, name: str) -> type[SyncBatchNorm]:
     return found
 
 
-def peers_of(model: nn.Module) -> Peers | None:
+def peers_of(model: nn.Module) -> BusyRanks | None:
     """The object that the synchronised layers of a model share; None without such layers."""
     return next((module.peers for module in model.modules() if isinstance(module, SyncBatchNorm)), None)

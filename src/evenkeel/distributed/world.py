@@ -1,7 +1,7 @@
 """This process's place in the job: torchrun's environment, its device, and the process group.
 
-Without torchrun's variables the process is alone: world size 1, no process group, and every collective below does
-nothing. So `python train.py` and `torchrun train.py` are one code path.
+Without torchrun's variables the process is alone: world size 1, no process group, and every collective below
+returns its argument. So `python train.py` and `torchrun train.py` are one code path.
 """
 
 from __future__ import annotations

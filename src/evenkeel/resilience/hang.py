@@ -142,6 +142,7 @@ class Watch:
         """Report that this rank compiles or waits for a slow disk; to wait for such a rank is progress, too."""
         if activity.is_patient():
             store.set(PATIENT, f"{self.world.rank} {count}")
+        # not in a compilation of its own: if that takes too long, this rank is the one that hangs
         elif activity.phase != COMPILATION and store.check([PATIENT]):
             before, self._patient = self._patient, store.get(PATIENT)
             if self._patient != before:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import NoReturn
 
 from ..common import display, keeper_link
-from ..common.processes import STOP_SIGNALS, die_with_parent, leave_nothing, survives_the_terminal
+from ..common.processes import STOP_SIGNALS, die_with_parent, heeded_stops, leave_nothing, under_torchrun
 
 STOPPED = 75
 """Exit code of a run that stopped and can be continued (EX_TEMPFAIL in sysexits.h)."""
@@ -67,15 +67,11 @@ class Interruption:
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
-        launched = "TORCHELASTIC_RUN_ID" in os.environ
-        # ignore SIGHUP under nohup; else torchrun, which heeds it by default, ends its workers in any case
-        ignores_hangup = survives_the_terminal(keeper_link.launcher() if launched else os.getpid())
-        for number in STOP_SIGNALS:
-            if not (number == signal.SIGHUP and ignores_hangup):
-                _receive(number)
+        for number in heeded_stops():
+            _receive(number)
         if keeper_link.has_keeper():
             _receive(keeper_link.REGROUP)
-        if launched:
+        if under_torchrun():
             die_with_parent(signal.SIGTERM)  # else workers outlive a torchrun that dies
         threading.Thread(target=self._read_signals, name="interruption", daemon=True).start()
 
@@ -101,7 +97,7 @@ class Interruption:
                 self.reason = reason
         if before in ("", ERROR):  # main saves after an error, and so far had no limit
             with contextlib.suppress(RuntimeError):  # the system may have no more threads
-                threading.Thread(target=self._give_up, args=(code,), name="grace", daemon=True).start()
+                threading.Thread(target=self._exit_after_grace, args=(code,), name="grace", daemon=True).start()
         if not before:
             try:
                 threading.Thread(target=self._end, args=(rescue, code), name="rescue", daemon=True).start()
@@ -149,7 +145,7 @@ class Interruption:
             orphaned = self.reason == ORPHANED and rank != "0"  # the end of rank 0 has a line already
             _exit_now(code, f"the keeper of rank {rank} was killed; torchrun decides" if orphaned else "")
 
-    def _give_up(self, code: int) -> None:
+    def _exit_after_grace(self, code: int) -> None:
         time.sleep(self.grace)
         what = f"not finished within --grace {self.grace:g} s after {self.reason}"
         _exit_now(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", output_timeout=1.0)

@@ -47,14 +47,16 @@ from ..common.phases import activity
 from ..common.processes import (
     STOP_SIGNALS,
     die_with_parent,
+    heeded_stops,
     leave_nothing,
     name_process,
     signal_name,
-    survives_the_terminal,
+    under_torchrun,
 )
 from ..config import Config
 from ..distributed.attempt_files import forget_error
 from ..distributed.exits import give_up, refuse
+from ..distributed.rendezvous import agent_hosts_store
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
 from .kept_store import end_store, serve_store, store_is_alive
 from .memory_checkpoint import KeeperMemory, Stored
@@ -89,9 +91,7 @@ class Keeper:
         self._memory = KeeperMemory(save)
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._peers = Peers(self._rank, self._world_size)
-        launched = "TORCHELASTIC_RUN_ID" in os.environ
-        nohup = survives_the_terminal(os.getppid() if launched else os.getpid())
-        self._stops = {number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)}
+        self._stops: set[int] = {*heeded_stops()}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
         # forks; consecutive ones without progress; the furthest first step of any trainer
         self._forks, self._without_progress, self._furthest_start = json.loads(keeper_link.counts or "[0, 0, 0]")
@@ -105,11 +105,11 @@ class Keeper:
     def keep(self) -> None:
         """Fork until a trainer ends for good, and end like it; return only if this process cannot be forked."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._stops | {signal.SIGCHLD})
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if under_torchrun():
             die_with_parent(signal.SIGTERM)
         name_process("keeper")
         gc.freeze()  # or a collection in the trainer would copy every page
-        if "WORLD_SIZE" in os.environ and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if "WORLD_SIZE" in os.environ and self._rank == 0 and not agent_hosts_store():
             serve_store(self._rank, self._world_size)
         while True:
             code = os.waitstatus_to_exitcode(self._attend(self._fork(mask)))

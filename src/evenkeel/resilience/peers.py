@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..common import keeper_link
 from ..common.errors import EndedHere
+from ..common.processes import under_torchrun
 from ..distributed.rendezvous import DIED, UNKEPT, generation_store, job_store
 
 REQUEST_TIMEOUT = 10.0
@@ -129,7 +130,7 @@ class Peers:
         Args:
             wait_for_stop: waits so many seconds, and returns whether a stop signal has come.
         """
-        deadline = time.monotonic() + (CONFIRM_TIMEOUT if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
+        deadline = time.monotonic() + (CONFIRM_TIMEOUT if under_torchrun() else 1.0)
         while not self.learn_of_death():
             if time.monotonic() > deadline or wait_for_stop(self.interval / 4):
                 return False

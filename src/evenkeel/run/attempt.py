@@ -47,7 +47,7 @@ from .data_check import DataCheck
 from .fingerprint import MICRO_BATCH, compare_bits, fingerprint_of_run
 from .identity import Identity, prepare_folder
 from .manifest import Provenance
-from .node_records import Records, gather_records
+from .node_records import NodeRecords, gather_records
 from .records import read_facts
 from .run_directory import RunDirectory, RunState, adopt, claim
 from .start_checks import refuse_unmirrored, warnings_at_start
@@ -164,17 +164,17 @@ class Attempt:
             Ended: too many attempts died before they finished a step, or a node cannot write.
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
-        before = gather_records(self.world, self.path, self.config.fresh, self._directory)
+        nodes = gather_records(self.world, self.path, self.config.fresh, self._directory)
         # once on each node, into its own cache; its other ranks wait in the next collective
         if self.compiled and self.world.local_rank == 0:
-            self._notices.append(self.compiled.unpack(before.starts_over))
+            self._notices.append(self.compiled.unpack(nodes.starts_over))
         # refuse before the run is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
-        self.data.compare(before.newest)
-        cut_line = self._settle_cut(before, find_micro_batch)
-        self._refuse_other_bits(before)
+        self.data.compare(nodes.newest)
+        cut_line = self._settle_cut(nodes, find_micro_batch)
+        self._refuse_other_bits(nodes)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
-        status = self._record_start(before)
+        status = self._record_start(nodes)
         self.provenance.run_id = status.get("run_id", "")
         if self._finished(status):
             early = " early" if status.get("stopped_early") else ""
@@ -205,30 +205,30 @@ class Attempt:
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
                 )
 
-    def _refuse_other_bits(self, before: Records) -> None:
+    def _refuse_other_bits(self, nodes: NodeRecords) -> None:
         """With --strict-bits and a run that goes on: by the newest manifest of any node."""
-        if not self.config.strict_bits or self._finished(before.newest):
+        if not self.config.strict_bits or self._finished(nodes.newest):
             return
         manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
-        present = [manifest for manifest in manifests if manifest and not before.starts_over]
+        present = [manifest for manifest in manifests if manifest and not nodes.starts_over]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
         compare_bits(self.world.gather(self.provenance.fingerprint), newest, strict=True)
 
-    def _record_start(self, before: Records) -> dict[str, Any]:
+    def _record_start(self, nodes: NodeRecords) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
         directory = self._directory
-        written = self._try_to_write(lambda: self._write_start(directory, before)) if directory else None
+        written = self._try_to_write(lambda: self._write_start(directory, nodes)) if directory else None
         result: Any = self.world.broadcast(written)
         if isinstance(result, Ended):
             raise result
         return dict(result)
 
-    def _write_start(self, directory: RunDirectory, before: Records) -> dict[str, Any]:
+    def _write_start(self, directory: RunDirectory, nodes: NodeRecords) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
-        if before.may_start_over and (line := directory.start_over(before.tokens)):
+        if nodes.may_start_over and (line := directory.start_over(nodes.tokens)):
             self.say(f"evenkeel: {line}")
         # another node may have gone on without this one
-        status = directory.status = before.newest or directory.status
+        status = directory.status = nodes.newest or directory.status
         if self._finished(status):
             return status
         facts: dict[str, Any] = {
@@ -244,7 +244,7 @@ class Attempt:
         if wandb_mode(self.config.wandb)[0] != "disabled":
             # recorded before it is used, so that a start that is killed leaves no W&B run of its own
             facts["wandb_id"] = status.get("wandb_id") or uuid4().hex[:12]
-        directory.begin(self.options, before.tokens, **facts)
+        directory.begin(self.options, nodes.tokens, **facts)
         return directory.status
 
     def _start_logging(self, status: dict[str, Any]) -> None:
@@ -283,13 +283,13 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _settle_cut(self, before: Records, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
+    def _settle_cut(self, nodes: NodeRecords, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
         """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
         The same on all ranks, whichever node has the run's folder. Sets `config`, `plan`, what options and fingerprint
         say of the cut, and torch's threads. Returns a line about a cut that was found, else "".
         """
-        recorded = before.newest_with_cut
+        recorded = nodes.newest_with_cut
         config, line = self._cutter(recorded), ""
         if config.micro_batch == "auto":
             found = recorded.get("micro_batch", 0)

@@ -1,8 +1,13 @@
 """The folder of a run's checkpoints: writing them, which ones stay, and the newest that is undamaged.
 
-A checkpoint (manifest.py) is written under a hidden name and renamed when all of it is on the disk, so a folder called
-step-* is complete. Then old ones are renamed and deleted. What a kill in the middle leaves has a hidden name; the next
-start deletes or restores it. A *snapshot* is an unplanned checkpoint, of a job that was stopped or failed.
+A checkpoint (manifest.py) is written under a hidden name and renamed when all of it is on the disk. A *snapshot* is an
+unplanned one, of a job that was stopped or failed. Names in the folder:
+
+    step-N                 complete
+    .step-N.*.tmp          being written or deleted; left by a kill: the next start deletes it
+    .step-N.old            replaced by the same step, written again; left by a kill: restored, if step-N is missing
+    damaged-step-N-TIME    set aside by a start that found it damaged; stays
+    wrong-step-N-TIME      set aside by --verify-every; stays
 """
 
 from __future__ import annotations

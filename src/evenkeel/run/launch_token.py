@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common import keeper_link
-from ..common.processes import stat
+from ..common.processes import stat, under_torchrun
 
 
 def launch_token() -> str:
@@ -28,7 +28,7 @@ def launch_token() -> str:
 
 def restarter() -> int:
     """The pid of what restarts this process: torchrun's agent, else a keeper; of this process without either."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if under_torchrun():
         return keeper_link.launcher()
     return os.getppid() if keeper_link.has_keeper() else os.getpid()
 

@@ -14,7 +14,7 @@ from .records import has_trained, is_run, is_untrained, read_facts, recorded_opt
 from .run_directory import RunDirectory, in_use
 
 
-class Records(NamedTuple):
+class NodeRecords(NamedTuple):
     """The launch tokens of all ranks, and what the nodes have recorded of the run.
 
                                                      may_start_over  starts_over  statuses (status.json of nodes)
@@ -42,7 +42,7 @@ class Records(NamedTuple):
         return max((it for it in self.statuses if it.get("micro_batch")), key=_age, default={})
 
 
-def gather_records(world: World, path: Path, fresh: bool, directory: RunDirectory | None) -> Records:
+def gather_records(world: World, path: Path, fresh: bool, directory: RunDirectory | None) -> NodeRecords:
     """Gather from all nodes what they have recorded of the run in ``path``. All ranks call it.
 
     Args:
@@ -65,7 +65,7 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
     begun_by_this_launch = [each for each in statuses if is_restart(each, tokens)]
     may_start_over = fresh or (any(statuses) and all(nothing))
     goes_on_from = begun_by_this_launch if may_start_over else _of_one_run(path, statuses, everywhere)
-    return Records(tokens, may_start_over, may_start_over and not begun_by_this_launch, goes_on_from)
+    return NodeRecords(tokens, may_start_over, may_start_over and not begun_by_this_launch, goes_on_from)
 
 
 def _of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequence[bool]) -> list[dict[str, Any]]:

@@ -122,25 +122,14 @@ class Run:
         config = replace(config, run_dir=Path(os.path.abspath(config.run_dir or "")))  # noqa: PTH100  (a task may chdir)
         interruption = interruption or Interruption(config.grace)  # handles signals from here on
         with no_exit():
-            # this node's copy of the run; `Attempt.begin` compares those of all nodes
-            recorded = {} if config.fresh else recorded_options(config.run_dir)
-            world, sets = prepare(config, task, recorded)
-            activity.enter(START_UP, "model")
-            model, why_not_meta = build_model_of_rank(config, task, world)
-            # `cutter`: what is recorded -> options with the cut. In `provisional` by this node's records, which may be
-            # old; `Attempt.begin` decides by those of all nodes, from `config`, which has no cut
-            cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
-            provisional = cutter(recorded)
-            plan = _plan_of(provisional, sets[TRAINING])
-            state = build_state(provisional, task, world, plan, model, sets)
-            attempt = Attempt(config, task, plan, world, sets, cutter)
-            interruption.rescue_with(attempt.stopped)  # until there is a state to save
-
+            attempt, state, why_not_meta = _built(config, task)
+            world, training_set = attempt.world, attempt.sets[TRAINING]
+            interruption.rescue_with(attempt.stopped)  # which only records the stop: there is no state to save yet
             with closing(attempt), world.connected(*_timeouts(config, world.world_size, state)) as store:
                 with attempt.failure_recorded():
-                    finished = attempt.begin(partial(find_micro_batch, config, task, world, sets[TRAINING], state))
+                    finished = attempt.begin(partial(find_micro_batch, config, task, world, training_set, state))
                     num_workers = 0 if finished or state.refresh else config.num_workers
-                    started = start_workers(sets[TRAINING], config.seed, num_workers, world.device)
+                    started = start_workers(training_set, config.seed, num_workers, world.device)
                     run = cls(attempt, task, state, started, finished)
                     shard(state, task, world, config)
                 if finished:
@@ -322,6 +311,22 @@ class Run:
             self.checkpointer.after_step(self.evaluator.metrics)
         elif self.config.save_predictions:
             self.evaluator.save_predictions()
+
+
+def _built(config: Config, task: Task) -> tuple[Attempt, State, str]:
+    """The attempt and the state before its first step, by what this node knows; no other rank is needed. With the
+    reason why the model's weights are not on the meta device, if there is one."""
+    # this node's copy of the run; `Attempt.begin` compares those of all nodes
+    recorded = {} if config.fresh else recorded_options(config.run_dir)
+    world, sets = prepare(config, task, recorded)
+    activity.enter(START_UP, "model")
+    model, why_not_meta = build_model_of_rank(config, task, world)
+    # recorded options -> options with the cut. This node's may be old: `Attempt.begin` uses it again, with all nodes'
+    cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
+    provisional = cutter(recorded)
+    plan = _plan_of(provisional, sets[TRAINING])
+    state = build_state(provisional, task, world, plan, model, sets)
+    return Attempt(config, task, plan, world, sets, cutter), state, why_not_meta
 
 
 def _plan_of(config: Config, train_set: SizedDataset) -> Plan:

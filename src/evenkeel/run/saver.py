@@ -145,10 +145,13 @@ class Saver:
         """Save the last finished step from this rank, unless another rank of the node has done so; returns the result
         as text. From any thread.
 
+        It goes into memory for the keeper, whose child writes it, if ranks are about to start again in place and no
+        checkpoint is being written; else, or where there is no keeper or no memory, to the disk.
+
         Args:
             state: the live one. No further step is committed on the host.
             local_rank: this rank's.
-            in_place: ranks are about to start again in place; then memory is enough, if there is a keeper.
+            in_place: whether ranks are about to start again in place.
         """
         if state.step == 0:
             return NOTHING_NEW
@@ -160,7 +163,7 @@ class Saver:
             # no more steps be committed; a GPU that hangs may still commit one.
             staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
-            # not taken: the thread still writes a checkpoint, and then discards what is in memory
+            # not taken: a checkpoint is being written, and after it the thread discards what is in memory
             result = self._store_or_write(captured, in_place and taken, local_rank, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)

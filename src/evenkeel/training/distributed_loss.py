@@ -274,7 +274,7 @@ class DistributedLoss:
         activity.enter(DATA)
 
     def _pack(self) -> Tensor:
-        """What the present micro-batch adds to the step's sums."""
+        """What the present micro-batch adds to the step's sums; `VerifiedLoss` takes a digest of it."""
         return self._sums.packed(self._pass)
 
     def _finish_reduction(self, step: Step) -> None:

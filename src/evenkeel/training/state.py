@@ -239,23 +239,27 @@ class State:
             locked = stack.pop_all()
 
         def finish() -> dict[str, Any]:
-            whole = last = False
+            whole = no_time = False
             with locked:
-                while not (whole or last):  # a slow step may reach its commit while it is copied
-                    last = self._seqlock.wait(until) or not left(until)
+                while not (whole or no_time):  # a slow step may reach its commit while it is copied
+                    no_time = self._seqlock.wait(until) or not left(until)
                     copy()
                     done, begun = ([number.item() for number in captured[name]] for name in ("done", "begun"))
                     whole = len({*done, *begun}) == 1
             del captured["done"], captured["begun"]
-            step = min(done)
             if not whole:
                 raise Torn(f"the optimizer step to {max(begun)} has not finished")
-            lags = step != queued and any(it.type == "cuda" for it in self._devices)  # the host has queued others
-            if lags and ("task" in live or any(it.device.type == "cpu" for it in named_tensors(live).values())):
-                raise Torn(f"the device is at step {step}, but the task or an optimizer without fused=True is ahead")
-            return {"step": step, **captured}
+            self._refuse_mixed(live, on_device=done[0], on_host=queued)
+            return {"step": done[0], **captured}
 
         return finish
+
+    def _refuse_mixed(self, live: dict[str, Any], on_device: int, on_host: int) -> None:
+        """Raise Torn if a part of a copy is on the host, and so of a step that a GPU has not done yet."""
+        if on_device == on_host or all(it.type == "cpu" for it in self._devices):
+            return
+        if "task" in live or any(it.device.type == "cpu" for it in named_tensors(live).values()):
+            raise Torn(f"the device is at step {on_device}, but the task or an optimizer without fused=True is ahead")
 
     def pin(self, staging: Staging) -> None:
         """Prepare memory for fast copies from a GPU. Call it after the first commit: then the optimizers have state."""
