@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=2 train.py
     python train.py --task my_job.py:MyTask --help
 
-This is the whole job. A job with another loop is another file like this one: see examples/.
+This is the whole job. A job with another loop is another file like this one: see Evenkeel's examples/.
 """
 
 from __future__ import annotations

@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1745,
+    "common": 1794,
     "config": 595,
-    "data": 3154,
-    "distributed": 2451,
-    "resilience": 1789,
-    "training": 6629,
-    "run": 7026,
+    "data": 3167,
+    "distributed": 2522,
+    "resilience": 1796,
+    "training": 6641,
+    "run": 7089,
     "tasks": 2303,
     "mirror": 567,
     "launch": 3051,
-    "cli": 7489,
+    "cli": 7490,
     "time_travel": 1681,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -32,7 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
         ({"set": "test", "checkpoint": "newest"}, "--checkpoint newest: give last, best or one of the steps "),
         ({"set": "test", "checkpoint": "4"}, "--checkpoint 4: give last, best or one of the steps 3"),
         ({"set": "test", "checkpoint": "best"}, "--checkpoint best: no checkpoint of this run has the metric"),
-        ({"run": Path("nowhere"), "output": Path()}, "nowhere: no checkpoint there; name a run directory"),
+        ({"run": Path("nowhere"), "output": Path()}, "nowhere: no such folder; name a run directory"),
     ],
 )
 def test_what_is_refused(run_dir: Path, options: dict[str, Any], said: str) -> None:

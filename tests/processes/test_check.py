@@ -136,3 +136,16 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert re.search(r"^bits, 1-3 ranks +not checked .*: interrupted$", table, re.M)
     wait_until_nothing_runs(Path(f"--run-dir={run_dir}"))
     assert not [*tmp_path.glob("evenkeel-check-*")]
+
+
+def test_ctrl_c_passes_no_test(tmp_path: Path) -> None:
+    """What was not checked before it has no result."""
+    (tmp_path / "test_task.py").write_text(
+        f"from evenkeel.testing import check\ndef test_it() -> None: check('{BAD}:Good', script='{TRAIN}')\n"
+    )
+    process = start([sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(tmp_path / "test_task.py")])
+    while " s  job 1 of 8: " not in process.stderr.readline():
+        pass
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(60) == pytest.ExitCode.INTERRUPTED
+    assert re.search(r"^=+ no tests ran in ", process.stdout.read(), re.M)

@@ -2,7 +2,9 @@
 
 import io
 import multiprocessing
+import os
 import re
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from evenkeel.common.display import Display, Line, say
 from evenkeel.common.phases import activity
-from tests.support.small_runs import PLAN
+from tests.support.small_runs import PLAN, workers_of
 from tests.support.terminal import CONTROL, Terminal
 
 TASK = """
@@ -101,6 +103,21 @@ def test_a_stop_shows_at_which_step_also_on_a_terminal_that_has_become_narrow(tm
     step = re.match(r"step (\d+)/460 ━\S* stopped  (train/loss \S+  )?epoch 1/20", line)
     assert step, line
     assert said.startswith(f"evenkeel: stopped by SIGINT; step {step[1]} is saved")
+
+
+@pytest.mark.slow
+def test_a_death_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """It is printed by another process than the one that draws."""
+    launch = [sys.executable, "launch/single_node.py", "-g", "2", "--", *command(tmp_path, "--pause", 0.2)[2:]]
+    with Terminal([*launch, "--max-steps", "20", "--keeper", "on"], columns=160) as terminal:
+        terminal.read_until(r"step 2/20 ")
+        os.kill(workers_of(terminal.process)[1], signal.SIGKILL)
+        assert terminal.end() == 0
+        lines = drawn(terminal)
+    said = "evenkeel: rank 1 was killed by SIGKILL; all ranks restart in place, without torchrun"
+    assert said in lines
+    assert any(re.match(r"step \d+/20 ━\S* restarting  ", line) for line in lines)
+    assert any(re.fullmatch(r"attempt 2, .*, because rank 1 was killed by SIGKILL", line) for line in lines)
 
 
 def test_a_refusal_takes_the_line_away_and_a_terminal_that_cannot_draw_gets_lines(tmp_path: Path) -> None:

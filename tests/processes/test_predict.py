@@ -144,24 +144,39 @@ class Own(Regress):
 class Wrong(Regress):
     def predict(self, model, batch):
         return {"prediction": model(batch[0]).mean()}
+
+@dataclass
+class Labels(Regress):
+    def predict(self, model, batch):
+        scores = model(batch[0]).sigmoid()
+        return {"probabilities": scores / scores.sum(1, keepdim=True), "target": batch[1]}
+
+@dataclass
+class Scores(Regress):
+    def predict(self, model, batch):
+        return {"probabilities": model(batch[0]).sigmoid()}
 """
 
 
 def test_a_task_of_ones_own_says_what_is_predicted(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
-    own, wrong, out = tmp_path / "Own", tmp_path / "Wrong", tmp_path / "o.csv"
+    own, wrong, labels, scores = (tmp_path / name for name in ("Own", "Wrong", "Labels", "Scores"))
+    out = tmp_path / "o.csv"
 
     def train(run_dir: Path, *more: object, expect: int = 0) -> str:
         words = [run_dir, "--samples", 64, "--outputs", 2, "--max-steps", 1, *more]
         return run_forked(TRAIN, *options(f"{tmp_path}/own.py:{run_dir.name}", *words), expect=expect).stderr
 
-    train(own)
-    train(wrong)
+    for run_dir in (own, wrong, labels, scores):
+        train(run_dir)
     predict(own, "--set", "test", "-o", out)
     assert list(rows(out)[0]) == ["index", "prediction_0", "prediction_1", "size"]
+    assert "accuracy" not in predict(labels, "--set", "test", "-o", tmp_path / "l.csv"), "of several labels"
+    assert list(rows(tmp_path / "l.csv")[0]) == ["index", "prediction", "confidence", "target_0", "target_1"]
     images(tmp_path / "images", 1)
     for run_dir, given, code, line in (
         (wrong, ["--set", "test"], 1, "predict() returned [] as 'prediction' for a batch of 16 samples: it must be"),
+        (scores, ["--set", "test"], 1, "predict() returned 'probabilities' that do not add up to 1 in each row: they "),
         (own, ["--input", ROOT / "tools"], 2, "has no images; supported: .jpg"),
         (own, ["--input", tmp_path / "images"], 2, "the task Own has no read_image(path)"),
     ):

@@ -69,6 +69,9 @@ def test_the_validation_set_decides_and_each_sample_counts_once_on_any_number_of
     first, _ = trained(2, job(folders[0], "--eval-only"))
     evaluation = evaluation_of(first)
     assert (evaluation["metrics"], evaluation["samples"]) == (metrics, sum(SETS.values()))
+    assert "WARNING" not in first.stdout
+    first, _ = trained(2, job(folders[0], "--eval-only", "--seed", 3))
+    assert "evenkeel: WARNING: evaluated with --seed 3 (the run: 0); add the run's options" in first.stdout
     for named in ("best", at):
         first, _ = trained(2, job(folders[0], "--eval-only", "--checkpoint", named))
         evaluation = evaluation_of(first)

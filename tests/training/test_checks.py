@@ -451,7 +451,7 @@ def test_a_scheduler_is_seen_when_it_is_made(caplog: pytest.LogCaptureFixture) -
         ([(1, [2, 3]), (1, [2])], "part [1] of a sample: RuntimeError: each element in list of batch should be of"),
         (
             [{"a": {"b": torch.zeros(2)}}, {"a": {"b": torch.zeros(3)}}],
-            "part ['a']['b'] of a sample: RuntimeError: stack expects each tensor to be equal size, but got [2]",
+            "part ['a']['b'] of a sample: its sizes differ: [2] at entry 0 and [3] at entry 1; return tensors",
         ),
         ([object(), object()], "a sample: its type is object; return tensors, arrays"),
         ([None, None], "a sample: it is None (does __getitem__ return it?); return tensors"),

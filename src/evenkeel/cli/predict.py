@@ -131,7 +131,8 @@ class PredictCommand:
         if world.rank == 0:
             self._write(table(rows, dataset, task.class_names()))
             targets = rows.get("target") if self.set else None
-            right = "" if targets is None or "confidence" not in rows else f", accuracy {_share_right(rows):.4f}"
+            one_each = targets is not None and targets.dim() == 1 and "confidence" in rows
+            right = f", accuracy {_share_right(rows):.4f}" if one_each else ""
             say(f"evenkeel: {len(dataset)} predictions of {source}{right} -> {self.output}")
 
     def _write(self, columns: dict[str, list[Any]]) -> None:

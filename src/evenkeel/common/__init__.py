@@ -13,6 +13,7 @@
     package_name  valid names for a user's package; for tools without torch
     phases      what this process is doing, and where its seconds went
     processes   other processes of this machine: state, signals, torchrun, loader processes
+    repeats     errors that may come at every step, logged now and then
     user_code   a user's class by FILE.py:CLASS, what to do about its errors
     versions    versions of packages as numbers
 

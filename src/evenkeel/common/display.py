@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .arguments import lose_stdout
 from .naming import TRAIN, eta, rates
@@ -78,8 +78,11 @@ def near(path: Path) -> Path:
 def say(text: str, to_stderr: bool = False) -> None:
     """Print a text; control characters in it are escaped. Raises OSError if stdout is gone, not if stderr is."""
     with contextlib.suppress(OSError) if to_stderr else contextlib.nullcontext():
+        stream = sys.stderr if to_stderr else sys.stdout
+        # another process may have drawn its live line there, and draws it again below this
+        erase = "\r\x1b[K" if to_stderr and not active and _is_terminal(stream) else ""
         # one write: under `python -u` print() makes two, and who is killed between them leaves half a line
-        print(f"{plain(text)}\n", end="", file=sys.stderr if to_stderr else sys.stdout, flush=True)
+        print(f"{erase}{plain(text)}\n", end="", file=stream, flush=True)
 
 
 def flush() -> None:
@@ -148,8 +151,12 @@ def forget() -> None:
 
 
 def _is_seen() -> bool:
+    return os.environ.get("RANK", "0") == "0" and _is_terminal(sys.stdout)
+
+
+def _is_terminal(stream: TextIO) -> bool:
     dumb = os.environ.get("TERM") in ("dumb", "unknown")  # where rich draws nothing, and lines are better
-    return os.environ.get("RANK", "0") == "0" and sys.stdout.isatty() and not dumb
+    return stream.isatty() and not dumb
 
 
 class Display:

@@ -99,14 +99,16 @@ def collated_by(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
 
 def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     """Say in one line which part of the samples cannot be collated, why, and what to return instead."""
-    path, error = _culprit(samples, "", error)
+    path, parts, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
     if found := re.search(r"found <class '(.+)'>", why):
         none = "it is None" + " (does __getitem__ return it?)" * (not path)
         why = none if found[1] == "NoneType" else f"its type is {found[1]}"
     if any(sample is None for sample in samples):  # from `__getitems__`: of others the loader knows the index
         path, why = "", "it is None (does __getitem__ return it?)"
-    why = "its sizes differ" if "resize storage" in why else why  # how torch says that in a loader process
+    sizes = [list(part.shape) for part in parts if hasattr(part, "shape")]
+    if other := next((number for number, size in enumerate(sizes) if size != sizes[0]), 0):
+        why = f"its sizes differ: {sizes[0]} at entry 0 and {sizes[other]} at entry {other}"
     return (
         f"the data set's samples cannot be collated: {f'part {path} of a sample' if path else 'a sample'}: {why}; "
         "return tensors, arrays, numbers, strings, or dicts, lists and tuples of them, all of one shape, or define "
@@ -114,8 +116,8 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     )
 
 
-def _culprit(values: Sequence[Any], path: str, error: Exception) -> tuple[str, Exception]:
-    """The path to the innermost part that cannot be collated, and the error of that part."""
+def _culprit(values: Sequence[Any], path: str, error: Exception) -> tuple[str, Sequence[Any], Exception]:
+    """The innermost part that cannot be collated: its path, its value in each sample, and its error."""
     first = values[0]
     for key in first if isinstance(first, Mapping) else range(len(first)) if isinstance(first, (list, tuple)) else ():
         try:
@@ -126,4 +128,4 @@ def _culprit(values: Sequence[Any], path: str, error: Exception) -> tuple[str, E
             default_collate(part)
         except Exception as inner:
             return _culprit(part, f"{path}[{key!r}]", inner)
-    return path, error
+    return path, values, error

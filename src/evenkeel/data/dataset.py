@@ -218,6 +218,8 @@ def length(dataset: Any, method: str) -> int:
         if isinstance(dataset, DataLoader):
             more = "return its data set; --batch-size and --num-workers do the rest"
             raise Refusal(f"{method}() returned a DataLoader: {more}")
+        if dataset is None:
+            raise Refusal(f"{method}() returned None: is a `return` missing?")
         raise Refusal(
             f"{method}() returned {kind_of(dataset)}, which {why}: Evenkeel fetches samples by index, so that a run "
             f"can resume at any step; return a map-style data set, with __len__ and __getitem__(index), or for streams "

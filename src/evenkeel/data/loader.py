@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -65,6 +66,9 @@ class Seeded(Dataset[Any]):
                     places = range(first, first + len(indices)) if self._by_position else indices
                     fetched = [self._sample(indices.epoch, *it) for it in zip(indices, places, strict=True)]
                 return self.collated(fetched, indices.epoch, indices.micro_batch.start)
+        except Uncollated as error:
+            text = re.sub(r"\bat entry (\d+)", lambda it: f"in sample {self._number(indices[int(it[1])])}", str(error))
+            raise Uncollated(text) from error.__cause__
         except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
                 f"the data set's __getitem__ raised {type(error).__name__}{place_of(error.__traceback__)}: an iterator "
@@ -84,8 +88,12 @@ class Seeded(Dataset[Any]):
         sample = sample_of(self.dataset, index)
         if sample is None and self._collate is None:
             with seen_at(reader_of(self.dataset)):
-                raise Uncollated(f"sample {inner_index(self.dataset, index)} is None: does __getitem__ return it?")
+                raise Uncollated(f"sample {self._number(index)} is None: does __getitem__ return it?")
         return sample
+
+    def _number(self, index: int) -> int:
+        """A sample's number, as the task counts."""
+        return inner_index(self.dataset, index)
 
 
 def loader(

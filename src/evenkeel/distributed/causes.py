@@ -36,6 +36,10 @@ OF_MACHINES = (
 process, with another cause."""
 
 
+NO_GPU = r"(?s)Found no NVIDIA driver.*|Torch not compiled with CUDA enabled"
+"""Errors of .cuda() on a machine without GPUs: a mistake in the task, since Evenkeel trains on the CPU there."""
+
+
 def print_traceback(error: Exception) -> None:
     """Print the traceback; of one that ends in the user's files only their frames, if the rest is not needed or is in
     this rank's log."""
@@ -115,7 +119,8 @@ def is_mistake(error: BaseException | None) -> bool:
     while error:
         name = type(error).__name__  # in a loader process it may have had another one
         mistake = isinstance(error, MISTAKES) and type(error).__module__.partition(".")[0] != "torch"
-        machine = isinstance(error, OSError) or bool(re.search(rf"{OF_MACHINES}|^Caught (?!{name} )", str(error)))
+        text = re.sub(NO_GPU, "", str(error))
+        machine = isinstance(error, OSError) or bool(re.search(rf"{OF_MACHINES}|^Caught (?!{name} )", text))
         # ours and torch's: where ranks wait for others
         machine |= any(it.filename.endswith("rendezvous.py") for it in traceback.extract_tb(error.__traceback__))
         if machine or not (mistake or type(error) in (EndedHere, Uncollated)) or is_loss_of_a_rank(error):

@@ -90,6 +90,13 @@ def agent_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def is_served(store: Store) -> bool:
+    """Whether something listens at the address of a store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return not (isinstance(store, TCPStore) and why_unreachable(store.host, store.port, 0.0, ""))
+
+
 def refuse_together(text: str) -> None:
     """Make the other nodes, which would wait for this one, refuse as well, and wait until they do.
 

@@ -24,6 +24,7 @@ from typing import IO
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..common.phases import COMPILATION, activity
+from ..distributed.rendezvous import is_served
 from ..distributed.world import World
 from . import heartbeat
 from .beats import Beat, beat_now
@@ -114,7 +115,8 @@ class Watch:
             except RuntimeError as error:  # such as DistStoreError and DistNetworkError
                 log.info("cannot reach the other ranks: %s", str(error).split("\n")[0])
                 with contextlib.suppress(RuntimeError):
-                    store = store.clone()  # one slow answer must not silence a healthy rank for ever
+                    if is_served(store):  # else torch would print a stack of C++
+                        store = store.clone()  # one slow answer must not silence a healthy rank for ever
 
     def _report_and_read(self, store: Store, count: int) -> None:
         """Report on this rank, and read what others have reported; the store may raise a RuntimeError."""

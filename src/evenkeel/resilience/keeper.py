@@ -98,6 +98,7 @@ class Keeper:
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
         self._exit_at_once = False  # whether Ctrl-C was pressed after that: exit without waiting
         self._exit_time = 0.0  # when
+        self._store_lost = False  # whether the process is gone that rank 0's keeper had for the job's store
         self._regroup_time = 0.0  # at which the trainer got REGROUP; 0: it has not
         self._messages: dict[str, str] = {}  # the last value of each message from the trainer
         self._partial_line = b""  # the part of the next message that has been read
@@ -180,6 +181,9 @@ class Keeper:
             if ended:
                 os.close(self._pipe)
                 return status
+            if not (self._store_lost or store_is_alive()):
+                self._store_lost = True
+                _say("the process with the job's store was killed; the job goes on, but restarts by torchrun only")
             if self._is_overdue():
                 os.kill(pid, signal.SIGKILL)
             elif not (self._stop_time or self._regroup_time) and self._peers.learn_of_death():
@@ -279,7 +283,7 @@ class Keeper:
         """
         if self._stop_time and code == -signal.SIGKILL:
             _say(f"rank {self._rank} was killed before it had left after {signal_name(self._stop_signal)}")
-        if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or not store_is_alive():
+        if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or self._store_lost or not store_is_alive():
             return False
         if code == 0:
             return not self._peers.await_all(self._stopped_within)
@@ -313,7 +317,9 @@ class Keeper:
 
     def _end(self, code: int) -> NoReturn:
         """End this process as its trainer has ended, which has run all exit handlers."""
-        if code == REFUSED and "refusal" in self._messages:
+        # after a stop signal it may be torchrun that waits for this process, because another rank has refused
+        ending = self._stop_time and os.environ.get("LOCAL_RANK", "0") != "0"
+        if code == REFUSED and "refusal" in self._messages and not ending:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # else the agent waits for this process
             refuse(self._messages["refusal"])
         if code:

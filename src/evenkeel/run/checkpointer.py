@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ..common.phases import CHECKPOINT, activity
+from ..common.repeats import Repeats
 from ..data.data_digest import TRAINING
 from ..training import compilation
 from ..training.digest import digests
@@ -29,6 +30,7 @@ class Checkpointer:
     def __init__(self, attempt: Attempt, state: State) -> None:
         config, plan = attempt.config, attempt.plan
         self._attempt, self._state, self._compilations = attempt, state, -1
+        self._failures = Repeats()
         self.announce: Callable[[int], None] = lambda _step: None
         """Called with the step of each complete checkpoint, for the other nodes."""
         devices, memory = attempt.world.devices, config.keeper_memory == "on"
@@ -78,6 +80,7 @@ class Checkpointer:
         try:
             with activity.during(CHECKPOINT, self.patience()):
                 seconds = self.saver.result()
+            self._failures = Repeats()
             if lead:
                 lead.tracker.event("checkpoint", step, seconds=round(seconds, 4))
                 self.announce(step)
@@ -85,7 +88,8 @@ class Checkpointer:
             last = known_step(self.saver.checkpoints)
             if lead:
                 lead.tracker.event("checkpoint_failed", step, reason=str(error))
-            log.error("NO CHECKPOINT at step %d: %s; training goes on, the last one is at step %s", step, error, last)
+            text = f"NO CHECKPOINT at step {step}: {error}; training goes on, the last one is at step {last}"
+            self._failures.log(log, text)
 
     def on_saved(self, step: int) -> None:
         """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts."""

@@ -161,7 +161,7 @@ class Ending:
             self.watch.end()
         self._step_log.await_last_line()
         regroups = (reason := why()) == REGROUPING
-        self._record_end("stopped", reason, STOPPED, **({} if regroups else crash_loop.CLEARED))
+        self._record_end("stopped", reason, STOPPED, regroups, **({} if regroups else crash_loop.CLEARED))
         if regroups:
             self._attempt.say(f"evenkeel: rank 0 lost another rank; {saved}; it starts again")
             return
@@ -192,7 +192,7 @@ class Ending:
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # nor is the traceback printed here
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
-        self._record_failure(error, saved, "rank 0 lost another rank" if lost else "failed")
+        self._record_failure(error, saved, lost)
         return saved
 
     def hung(self) -> None:
@@ -225,21 +225,21 @@ class Ending:
     def _rescue(self, in_place: bool) -> str:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
-    def _record_failure(self, error: BaseException, saved: str, what: str = "failed", **facts: Any) -> None:
-        self._record_end("failed", cause_of(error), FAILED, **facts)
-        self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
+    def _record_failure(self, error: BaseException, saved: str, lost: bool = False, **facts: Any) -> None:
+        self._record_end("failed", cause_of(error), FAILED, lost, **facts)
+        self._attempt.say(f"evenkeel: {'rank 0 lost another rank' if lost else 'failed'} at step {self._step}; {saved}")
         if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
             command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(near(self._attempt.path)))}"
-            self._attempt.say(f"evenkeel: to look into that step: {command} --step {self._state.step + 1}")
+            self._attempt.say(f"evenkeel: to see where it begins: {command} --step {self._state.step + 1}")
 
-    def _record_end(self, name: RunState, reason: str, exit_code: int, **facts: Any) -> None:
+    def _record_end(self, name: RunState, reason: str, exit_code: int, in_place: bool = False, **facts: Any) -> None:
         lead = self._attempt.lead
         if not lead or lead.directory.status.get("state") == "finished":
             return  # a signal after the end has no effect
         with contextlib.suppress(OSError):  # a disk too full even for this
             lead.directory.advance(name, self._step, reason=reason, **facts)
         lead.tracker.event({"stopped": "stop", "failed": "failure"}[name], self._step, reason=reason)
-        lead.tracker.close(exit_code=exit_code)
+        lead.tracker.close(exit_code, in_place)
 
 
 def _wrong_nodes(status: Mapping[str, Any], blamed: Sequence[str]) -> dict[str, int]:

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..common.arguments import flag
 from ..common.display import say
 from ..common.errors import Refusal, no_exit
 from ..common.naming import shown
 from ..common.phases import START_UP, activity
-from ..config import Config
+from ..config import Config, changed_options, saved_options
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..distributed.placement import place
@@ -97,6 +98,8 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
         say(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
         for note in filter(None, (placed, substitute(config.precision, world.device))):
             say(f"evenkeel: {note}")
+        if others := "" if path else _other_options(config, task):
+            say(f"evenkeel: WARNING: evaluated with {others}; add the run's options")
         say(f"evenkeel: evaluated {samples} samples: {shown(metrics)}")
         step = re.search(r"\bstep-(\d+)", weights)
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -129,6 +132,14 @@ def read_for_all(
     if task_state and task_state.now is not None:
         task_state.load(world.broadcast_tensors(task_state.now, holder))
     return result  # type: ignore[no-any-return]
+
+
+def _other_options(config: Config, task: Task) -> str:
+    """The options of the task, and --seed, that differ from the run's, with both values."""
+    mine, recorded = saved_options(config, task.options()), recorded_options(config.run_dir)
+    changed = changed_options(recorded, mine, task.harmless) if recorded else []
+    its = {*task.options(), "seed"}
+    return ", ".join(f"{flag(name)} {now} (the run: {before})" for name, before, now in changed if name in its)
 
 
 def _began_from(run_dir: Path) -> str:

@@ -307,7 +307,10 @@ def chosen(run: Path, name: str) -> Path:
     step's folder. Refused if there is no such one."""
     steps = {step_of(path): path for path in step_folders(run / "checkpoints")}
     if not steps:
-        raise Refusal(f"{run}: no checkpoint there; name a run directory")
+        if not run.exists():
+            raise Refusal(f"{run}: no such folder; name a run directory")
+        why = "this run has saved no checkpoint yet" if is_run(run) else "no checkpoint there; name a run directory"
+        raise Refusal(f"{run}: {why}")
     if name == "last":
         return run
     if name == "best":

@@ -54,7 +54,7 @@ from .ending import Ending
 from .evaluator import Evaluator
 from .records import recorded_options
 from .resume import Resume
-from .start_checks import disk_needed
+from .start_checks import disk_needed, refuse_other_models
 from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss
@@ -128,6 +128,7 @@ class Run:
             with closing(attempt), world.connected(*_timeouts(config, world.world_size, state)) as store:
                 with attempt.failure_recorded():
                     finished = attempt.begin(partial(find_micro_batch, config, task, world, training_set, state))
+                    refuse_other_models(world, task, state.model)
                     num_workers = 0 if finished or state.refresh else config.num_workers
                     started = start_workers(training_set, config.seed, num_workers, world.device)
                     run = cls(attempt, task, state, started, finished)

@@ -1,12 +1,15 @@
-"""Before an attempt's first step: mirror and disk, and are ranks, devices and readers used well?"""
+"""Before an attempt's first step: mirror and disk, equal models, and are ranks, devices and readers used well?"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
-from ..common.errors import Refusal
+from torch import nn
+
+from ..common.errors import EndedForGood, Refusal, seen_at
 from ..config import Config
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
@@ -18,6 +21,7 @@ from ..training.balance import first_counts
 from ..training.memory_parts import bytes_after_a_step
 from ..training.precision import substitute
 from ..training.state import State
+from ..training.task import Task
 from .records import MIRRORED
 
 
@@ -64,3 +68,20 @@ def disk_needed(config: Config, steps: int, state: State) -> str:
         f"at step {steps} the disk holds up to {count} checkpoints of {decimal(size)}{more} ({kept} by --keep-every, "
         f"{config.keep} by --keep, {config.keep_best} by --keep-best): {decimal(count * size)}"
     )
+
+
+def refuse_other_models(world: World, task: Task, model: nn.Module) -> None:
+    """End the run on all ranks if a rank has other parameters, which DDP notices on that rank only."""
+    mine = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    digests = world.gather(hashlib.sha256(repr(mine).encode()).hexdigest())
+    if len({*digests}) == 1:
+        return
+    everywhere = world.gather(mine)
+    rank, its = next((rank, its) for rank, its in enumerate(everywhere) if its != everywhere[0])
+    first = everywhere[0]
+    name = next((name for name in first | its if first.get(name) != its.get(name)), "their order")
+    with seen_at(task.model):
+        raise EndedForGood(
+            f"model() of rank {rank} differs from rank 0's: {name} is {its.get(name, 'missing')}, not "
+            f"{first.get(name, 'missing')}; it must not depend on the rank, nor on a generator of its own"
+        )

@@ -23,6 +23,7 @@ from ..common.errors import Ended
 from ..common.files import append_json
 from ..common.naming import TRAIN, count_ranks, eta, figures, named, progress, rates, shown, time_spent
 from ..common.phases import START_UP, activity
+from ..common.repeats import Repeats
 from ..config import Config
 from ..data.plan import Plan
 from ..distributed.world import World
@@ -87,6 +88,7 @@ class Tracker:
         self._evaluated: tuple[int, Mapping[str, float]] = -1, {}
         self._last_line = -math.inf  # when the last line of training was printed
         self._display = display.active
+        self._failures = Repeats()
 
     def start_wandb(self, run_id: str | None, options: dict[str, Any]) -> None:
         """Open the run's only W&B run, by the stored id. An error in it never ends the training."""
@@ -110,12 +112,15 @@ class Tracker:
             except Exception as error:
                 log.warning("%s is off: %s", name, _described(error))
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
-        last = {"last_end": end} if (end := os.environ.get(keeper_link.LAST_END)) else {}
-        self.event("start", step, attempt=self.attempt, world_size=self.world_size, **last)
+        end = os.environ.get(keeper_link.LAST_END)
+        self.event(
+            "start", step, attempt=self.attempt, world_size=self.world_size, **({"last_end": end} if end else {})
+        )
         self._ends = attempt_ends(self.path / "metrics.jsonl")
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
         place = display.near(self.path)
-        say(f"{attempt}{count_ranks(self.world_size)}, step {step}/{self.plan.total_steps} -> {place}")
+        why = f", because {end}" if end else ""
+        say(f"{attempt}{count_ranks(self.world_size)}, step {step}/{self.plan.total_steps} -> {place}{why}")
         if self._display:
             self._display.begin(self.plan)
 
@@ -189,15 +194,15 @@ class Tracker:
         try:
             append_json(self.path / "metrics.jsonl", record)
         except OSError as error:  # a full disk costs a line, not the training
-            log.error("metrics.jsonl: %s", error)
+            self._failures.log(log, f"metrics.jsonl: {error}")
             return False
         return True
 
-    def close(self, exit_code: int = 0) -> None:
-        """End the display and the trackers."""
+    def close(self, exit_code: int = 0, in_place: bool = False) -> None:
+        """End the display and the trackers; ``in_place``: ranks start again in place."""
         status = {0: FINISHED, interruption.STOPPED: STOPPED}.get(exit_code, FAILED)
         if self._display:
-            self._display.stop(status)
+            self._display.stop("restarting" if in_place else status)
         self._each(lambda tracker: tracker.close(status))
         self._trackers = {}
 

@@ -150,11 +150,16 @@ def _load(
 
 
 def misfit(error: Exception, model: nn.Module, saved: Mapping[str, Any]) -> str:
-    """Why a model's saved state cannot be loaded into it: names that only one of them has, else torch's error."""
+    """Why a model's saved state cannot be loaded into it: names that only one has, a shape, else torch's error."""
     now = model.state_dict()
     new, gone = (listed([name for name in one if name not in other]) for one, other in ((now, saved), (saved, now)))
     others = f"only in the model: {new or 'nothing'}; only in the run: {gone or 'nothing'}"
-    return others if new or gone else " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
+    if new or gone:
+        return others
+    for name, value in now.items():
+        if isinstance(value, Tensor) and (then := list(saved[name].shape)) != list(value.shape):
+            return f"{name} is {then} in the run and {list(value.shape)} in the model"
+    return " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
 
 
 def write(weights: Mapping[str, Any], form: str, file: IO[bytes]) -> None:

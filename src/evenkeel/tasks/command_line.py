@@ -343,8 +343,8 @@ SYNONYMS = {
     "--ddp --distributed --multiprocessing-distributed": f"{FROM_TORCHRUN}; --strategy ddp is the default",
     "--local-rank --rank --world-size --use-env --dist-url --dist-backend --init-method --backend --master-addr "
     "--master-port": FROM_TORCHRUN,
-    "--gpu --gpu-ids --gpu-id --num-gpus --devices --trainer.devices --nproc --nproc-per-node --nnodes --num-nodes "
-    "--nodes --gpus --node-rank --dry-run --doctor --max-restarts --num-processes --num-machines "
+    "-g -n -nr --gpu --gpu-ids --gpu-id --num-gpus --devices --trainer.devices --nproc --nproc-per-node --nnodes "
+    "--num-nodes --nodes --gpus --node-rank --dry-run --doctor --max-restarts --num-processes --num-machines "
     "--parallelism.data-parallel-replicate-degree": LAUNCHED,
     "--device --cuda --no-cuda --accelerator": "no option: GPUs where there are any (CUDA_VISIBLE_DEVICES chooses)",
     "--config-file --cfg": "--config",

@@ -20,10 +20,10 @@ class NonFinite(Ended, FloatingPointError):  # noqa: N818
     """A step, counted from 1, was not finite. It has changed nothing."""
 
     def __init__(self, step: int) -> None:
-        remedy = "lower --lr or set --clip-norm, with --fresh" if step > 1 else "check data and loss()"
+        steps = ", or steps that are too large: lower --lr or set --clip-norm, with --fresh" * (step > 1)
         super().__init__(
-            f"the loss or the gradient of step {step} is not finite; {remedy}, or skip such steps "
-            "with --on-nonfinite skip"
+            f"the loss or the gradient of step {step} is not finite: a bad sample or a bug in loss(){steps}; "
+            "--on-nonfinite skip skips such steps"
         )
 
 

@@ -12,6 +12,9 @@ from ..common.naming import kind_of
 from ..common.phases import EVALUATION, activity
 from .evaluation import Evaluation
 
+SUM_ERROR = 0.05
+"""How far from 1 a sum of probabilities may be: those of bfloat16 have two digits."""
+
 
 def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
     """The results of the task's `predict`, on the CPU of every rank; row i is that of sample i.
@@ -56,6 +59,11 @@ def _rows(returned: Any, samples: int, top: int) -> dict[str, Tensor]:
     rows: dict[str, Tensor] = dict(returned)
     if "probabilities" in rows:
         probabilities = rows.pop("probabilities")
+        if probabilities.dim() != 2 or ((probabilities.sum(1) - 1).abs() > SUM_ERROR).any():
+            raise Ended(
+                "predict() returned 'probabilities' that do not add up to 1 in each row: they must be of classes of "
+                "which a sample has one; give other numbers another name, such as 'scores'"
+            )
         confidence, prediction = probabilities.topk(min(top, probabilities.shape[1]), dim=1)
         rows = {"prediction": prediction, "confidence": confidence, **rows}
     return {name: values.detach().cpu() for name, values in rows.items()}
