@@ -35,7 +35,7 @@ class Reduction:
         """Whether DDP has passed all buckets of the step to the hook."""
         self.arrived: Callable[[], None] = lambda: None
         """Called when DDP passes the last bucket: this rank has nothing more to compute."""
-        self.tap: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
+        self.before_reduction: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
         """Called with parameters and this rank's gradients of them, as views, before DDP reduces them."""
 
     def begin_step(self, shares: Sequence[range]) -> None:
@@ -67,8 +67,8 @@ class Reduction:
         raise NotImplementedError
 
     def _bucket_ready(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        if self.tap:
-            self.tap(bucket.parameters(), _views(bucket.buffer(), bucket.parameters()))
+        if self.before_reduction:
+            self.before_reduction(bucket.parameters(), _views(bucket.buffer(), bucket.parameters()))
         if bucket.is_last():
             self.complete = True
             self.arrived()

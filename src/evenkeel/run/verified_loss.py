@@ -48,7 +48,7 @@ class VerifiedLoss(DistributedLoss):
         self._awaited = self._open = self._due = False
         self.kept: Given = None
         self.mine: dict[str, Tensor] = {}
-        self.reduction.tap = self._take
+        self.reduction.before_reduction = self._take
 
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """As of any loss."""

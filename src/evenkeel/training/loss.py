@@ -67,11 +67,11 @@ class Loss(nn.Module):
                 return self._idle * 0
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
-        looks = not (self.parts or self._has_gradients())  # once; model() may have left some
+        checks_backward = not (self.parts or self._has_gradients())  # once; model() may have left some
         with self.computing("loss()") as model:  # here, so that every replica has it
             returned = self.function(model, batch, **({"step": self.step} if self._takes_step else {}))
         with seen_at(self.function):
-            if looks and self._has_gradients():
+            if checks_backward and self._has_gradients():
                 raise EndedHere("loss() calls backward(): leave that out, because the training loop calls it")
             loss, parts = checked_losses(returned)
             if hasattr(loss, "to_local"):

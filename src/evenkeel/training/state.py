@@ -87,16 +87,18 @@ class State:
         """Steps skipped since this process began."""
         self.last_skipped = 0
         """The number of the last skipped step, counted from 1."""
-        self._saved_names = list(model.state_dict(keep_vars=True))  # tied ones too, no non-persistent buffers
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
-        # the first name of each; `divide` puts this rank's rows in place of the parameters
+        # A tied parameter, or a layer that the model has twice, has several names: a checkpoint has all of them;
+        # optimizers and `Buffers` know each tensor once, by its first name.
+        self._saved_names = list(model.state_dict(keep_vars=True))  # without non-persistent buffers
+        self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))
+        # `divide` puts this rank's rows in place of the parameters
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))  # tied: by each name
         buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved_names}
-        first = dict[Tensor, str]()  # names; a layer that the model has twice has two
-        self._buffer_aliases = {name: first.setdefault(buffer, name) for name, buffer in buffers.items()}  # to first
-        self.buffers = Buffers({name: buffer for buffer, name in first.items()}, model)
+        once = {buffer: name for name, buffer in reversed(buffers.items())}
+        self._first_names = {name: once[buffer] for name, buffer in buffers.items()}  # of buffers
+        self.buffers = Buffers({name: it for name, it in buffers.items() if once[it] == name}, model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
         # the first device decides whether a step is skipped
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
@@ -269,7 +271,7 @@ class State:
         """The committed state itself, in the order of a copy (`seqlock`); of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
         learned = dict(zip(self._parameters_by_name, local_rows(self._parameters_by_name.values()), strict=True))
-        learned |= {name: self.buffers.committed[first] for name, first in self._buffer_aliases.items()}
+        learned |= {name: self.buffers.committed[first] for name, first in self._first_names.items()}
         if not learned.keys() >= set(self._saved_names):  # get_extra_state() may add more
             learned = self.model.state_dict(keep_vars=True) | learned
         live = {
