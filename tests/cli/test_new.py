@@ -85,7 +85,8 @@ def test_first_thing_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
     here = tmp_path / "tide"
-    then = f"  cd {here} && make train\n  make test\nYour model goes into tide/task.py.\n"
+    then = f"  cd {here} && make train\n  make test\n  make lock   # keeps the versions that were installed\n"
+    then += "Your model goes into tide/task.py.\n"
     building = f"evenkeel: building a wheel of {ROOT}, which may take half a minute\n"
     assert typed("new tide --task empty") == (0, f"wrote 13 files to {here}. Next:\n{then}", building)
     (wheel,) = (here / "wheels").iterdir()

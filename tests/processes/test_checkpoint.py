@@ -29,7 +29,7 @@ def test_a_run_on_a_full_disk_goes_on_loudly_and_does_not_finish(tmp_path: Path)
             "evenkeel: ERROR: NO CHECKPOINT at step 20: [Errno 28] No space left on device; "
             "training goes on, the last one is at step 10"
         )
-        assert "NO CHECKPOINT at step 30" in reported[2]
+        assert len(reported) == 1, "and then once a minute"
         assert [record["step"] for record in records(run_dir, "train")] == [10, 20, 30, 40]
         assert [record["step"] for record in records(run_dir, "checkpoint_failed")][:2] == [20, 23]
         assert records(run_dir, "eval")[-1]["step"] == 40

@@ -1,6 +1,7 @@
 """What tasks and data sets get wrong: each works or is explained in a line, by real runs."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,9 @@ WRONG = [
     (
         "ManySizes",
         1,
-        f"of one shape, or define collate(samples) in the task, as DataLoader's collate_fn; see {ODD_TASKS}:",
+        "cannot be collated: part [0] of a sample: its sizes differ: [",
     ),
+    ("ManySizes", 1, f"collate(samples) in the task, as DataLoader's collate_fn; see {ODD_TASKS}:"),
 ]
 """Task of odd_tasks.py, exit code, what is said."""
 
@@ -120,6 +122,20 @@ def test_of_two_ranks_one_says_what_is_wrong(tmp_path: Path, task: str, tracebac
     assert done.stderr.count("Traceback (most recent call last)") == tracebacks + 1
     assert len(re.findall(f"^evenkeel: {line}$", done.stderr, re.MULTILINE)) == 1
     assert len(re.findall("^  traceback : .*(StopIteration at|EndedHere: loss)", done.stderr, re.MULTILINE)) >= 1
+
+
+@pytest.mark.slow
+def test_a_model_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import os\nfrom torch import nn\nfrom evenkeel.tasks.regress import Regress\n\n\nclass Own(Regress):\n"
+        "    def model(self):\n        return nn.Linear(4 + int(os.environ['RANK']), 1)\n"
+    )
+    words = ["--task", f"{tmp_path}/own.py:Own", "--run-dir", tmp_path / "run", "--wandb", "disabled"]
+    done = run([sys.executable, ROOT / "launch" / "single_node.py", "-g", "2", "--", *words], expect=2)
+    assert done.stderr == (
+        "evenkeel: model() of rank 1 differs from rank 0's: weight is [1, 5], not [1, 4]; it must not depend on the "
+        f"rank, nor on a generator of its own; see {tmp_path}/own.py:7\n"
+    )
 
 
 NO_BEST = "no best checkpoint is stored: the evaluation has no metric 'error', only loss; set the"

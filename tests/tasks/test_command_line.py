@@ -609,7 +609,7 @@ def from_another(error: Exception, cause: Exception) -> Exception:
         (TypeError("Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) differ"), True),
         (RuntimeError("CUDA error: unspecified launch failure"), False),
         (RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"), False),
-        (RuntimeError("Found no NVIDIA driver on your system."), False),
+        (RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"), True),
         (RuntimeError("can't start new thread"), False),
         (RuntimeError("Timed out after 901 seconds"), False),
         (RuntimeError("PytorchStreamReader failed reading zip archive"), False),

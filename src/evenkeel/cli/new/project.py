@@ -149,9 +149,9 @@ def write(answers: Answers, version: str, folder: Path, wheel: Path | None = Non
 
 
 def next_steps(folder: Path, written: Sequence[str]) -> str:
-    """Where the project is, the two commands to type, and the file to edit."""
+    """Where the project is, the commands to type, and the file to edit."""
     here = folder.resolve()
-    commands = f"  cd {here} && make train\n  make test\n"
+    commands = f"  cd {here} && make train\n  make test\n  make lock   # keeps the versions that were installed\n"
     return f"wrote {len(written)} files to {here}. Next:\n{commands}Your model goes into {here.name}/task.py."
 
 
