@@ -236,7 +236,7 @@ def writer_of(process: Process) -> int:
 @pytest.mark.parametrize("looks", [True, False], ids=["", "control"])
 def test_a_writer_that_was_frozen_leaves_a_run_alone_that_began_meanwhile(tmp_path: Path, looks: bool) -> None:
     """With --fresh. In the control it does not look whose folder it is, and the new run goes on from the old state."""
-    blind = "" if looks else "from evenkeel.run import checkpoint\ncheckpoint.refuse_stale_writer = lambda _: None"
+    blind = "" if looks else "from evenkeel.run import checkpoint\ncheckpoint.check_not_stale = lambda _: None"
     run_dir, task = tmp_path / "run", runs.own_task(tmp_path, before=blind)
     with slow_checkpoint(run_dir, "--task", task, "--keeper-restarts", 0, "--grace", 1, real=True) as process:
         os.kill(writer := killed(process), signal.SIGSTOP)

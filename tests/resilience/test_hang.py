@@ -1,5 +1,6 @@
 """Ranks that neither die nor work: noticed, named, saved, started again."""
 
+import contextlib
 import json
 import os
 import threading
@@ -13,6 +14,7 @@ from torch.distributed import HashStore
 
 from evenkeel.distributed.world import World
 from evenkeel.resilience.beats import Beat, blamed, describe
+from evenkeel.resilience.diagnosis import Diagnosis
 from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.interruption import Resident
 from tests.support import processes
@@ -70,6 +72,21 @@ def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) ->
     wait_until(lambda: read(training.run.path, "status.json")["state"] == "failed", "the end")
     assert training.saved(1)
     assert "no progress for 600 s" in read(training.run.path, "status.json")["reason"]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_has_finished_is_not_blamed_for_the_hang_of_another(tmp_path: Path, leaves: bool) -> None:
+    """As when the disk stalls in rank 0's last save. The control: one that only stops to beat."""
+    store = HashStore()
+    first, second = (World(rank, 0, 2, 1, torch.device("cpu"), launched=False) for rank in range(2))
+    with Watch(0, first, store, tmp_path, print) as watch:
+        with contextlib.suppress(KeyError), Watch(0, second, store, tmp_path, print):
+            wait_until(lambda: watch.store and watch.store.check(["rank/0", "rank/1"]), "beats")
+            if not leaves:
+                raise KeyError
+        found = Diagnosis(watch)
+        assert ("rank 1 does not answer any more" in found.explain()) == (not leaves)
+        assert (len(found.outlook.frozen), found.is_within_reach()) == (not leaves, leaves)
 
 
 def test_a_rank_that_deletes_old_snapshots_on_a_slow_disk_does_not_look_frozen(tmp_path: Path) -> None:

@@ -184,6 +184,15 @@ def test_a_random_test_set_is_the_same_every_time_and_for_any_cut_and_workers(mo
     assert evaluation(MeanNoise(), model, Noisy(), micro_batch=8)() == pytest.approx(first, rel=1e-13)
 
 
+def test_metrics_draw_other_numbers_than_the_samples_did(model: nn.Module) -> None:
+    class Draws(Classify):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            mine = torch.rand(()), random.random(), np.random.rand()
+            return {str(number): part == its for number, (part, its) in enumerate(zip(batch, mine, strict=True))}
+
+    assert set(evaluation(Draws(), model, Noisy())().values()) == {0.0}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_rehearsal_is_a_micro_batch_and_leaves_no_trace(model: nn.Module, test_set: InMemory, workers: int) -> None:
     seen: list[int] = []

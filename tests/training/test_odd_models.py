@@ -49,6 +49,14 @@ class WithMore(nn.Linear):
         pass
 
 
+class WithEmptyBuffer(nn.Linear):
+    """A cache, say, that is filled elsewhere; it has no other buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("cache", torch.empty(0))
+
+
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
@@ -83,6 +91,7 @@ def sgd(model: nn.Module) -> Any:
 
 MODELS: list[tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = [
     (WithInteger, sgd, ""),
+    (WithEmptyBuffer, sgd, ""),
     (lambda: parametrizations.weight_norm(nn.Linear(3, 2)), sgd, ""),
     (lambda: parametrizations.orthogonal(nn.Linear(3, 2)), sgd, ""),
     (lambda: parametrizations.spectral_norm(nn.Linear(3, 2)), sgd, ""),

@@ -1,8 +1,8 @@
 """Files of one attempt of torchrun on this node: which rank failed first and why, and what torchrun will report.
 
-torchrun makes a folder for each attempt, and in it one for each rank with the rank's error file. The *mark* lies beside
-these folders: the first rank to fail writes its line into it. Without torchrun, or if it keeps no files, each rank is
-the first.
+torchrun makes a folder for each attempt, and in it one for each rank with the rank's error file. The file `failed` lies
+beside these folders: the first rank to fail writes its line into it. Without torchrun, or if it keeps no files, each
+rank is the first.
 """
 
 from __future__ import annotations
@@ -18,53 +18,55 @@ def fails_first(line: str = "", or_otherwise: bool = False) -> bool:
     """Whether no other rank of this node has failed in this attempt: most errors are the same on all ranks.
     ``or_otherwise``: or the first one has failed with another line."""
     with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files
-        mark, text = _mark(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
+        file, text = _first_failure(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
         try:
-            with mark.open("xb") as file:
-                file.write(text)
+            with file.open("xb") as new:
+                new.write(text)
         except FileExistsError:
-            return or_otherwise and mark.read_bytes() != text
+            return or_otherwise and file.read_bytes() != text
     return True
 
 
 def failed_before(line: str) -> bool:
     """Whether an earlier attempt of torchrun on this node has ended with the same line, after its traceback."""
     with contextlib.suppress(KeyError, OSError):
-        mine = _mark(os.environ["TORCHELASTIC_ERROR_FILE"])
+        mine = _first_failure(os.environ["TORCHELASTIC_ERROR_FILE"])
         return any(other != mine and _says(other, line) for other in mine.parent.parent.glob(f"*/{mine.name}"))
     return False
 
 
 def failed_alike(line: str) -> bool:
     """Whether the first rank of this node to fail in this attempt has failed with the same line."""
-    return _says(_mark(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
+    with contextlib.suppress(KeyError, OSError):
+        return _says(_first_failure(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
+    return False
 
 
 def forget_error() -> None:
     """Forget that this rank has failed, or torchrun would report it at the next end."""
     with contextlib.suppress(KeyError, OSError):
         Path(file := os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()
-        _mark(file).unlink()
+        _first_failure(file).unlink()
 
 
 def _bytes(line: str) -> bytes:
     return line.encode("utf-8", "backslashreplace")  # a path need not be UTF-8
 
 
-def _says(mark: Path, line: str) -> bool:
+def _says(failed: Path, line: str) -> bool:
     """Whether a rank has failed with this line; shapes and indices may differ, as between ranks, but not the place."""
-    first, second = (re.sub(rb"(?<!:)\b\d+", b"0", it) for it in (mark.read_bytes(), _bytes(line)))
+    first, second = (re.sub(rb"(?<!:)\b\d+", b"0", it) for it in (failed.read_bytes(), _bytes(line)))
     return first == second
 
 
 def said_first(error_file: str) -> str:
     """The line of the node's first rank to fail, in the attempt of an error file; "" if it is not known."""
     with contextlib.suppress(OSError):
-        return _mark(error_file).read_text(errors="replace").strip()
+        return _first_failure(error_file).read_text(errors="replace").strip()
     return ""
 
 
-def _mark(error_file: str) -> Path:
+def _first_failure(error_file: str) -> Path:
     return Path(error_file).parent.parent / "failed"  # in the attempt's folder, which has one for each rank
 
 

@@ -13,7 +13,7 @@ What ends the main program of a rank, and what follows:
       a mistake, by `_comes_again`    1          the same                     "give_up"        torchrun ends
 
 "torchrun decides": it starts all ranks again, if --max-restarts allows. Signals end a process elsewhere (75, see
-`resilience.interruption`), and so do hangs (`resilience.hang`); the keeper's own table is `Keeper._handle_end`.
+`resilience.interruption`), and so do hangs (`Ending.hung`); the keeper's own table is `Keeper._handle_end`.
 """
 
 from __future__ import annotations

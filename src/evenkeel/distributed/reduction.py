@@ -154,7 +154,7 @@ class TreeReduction(Reduction):
         if self.hooked:
             self._pipeline.check()
             return
-        fold = self._fold(self._taken() if self._shares[self.world.rank] else [], self._so_far.sums)
+        fold = self._with_last(self._taken() if self._shares[self.world.rank] else [], self._so_far.sums)
         used = [place in self._used for place in range(len(self.parameters))]
         total, used = self._sum_over_ranks(fold, used) if self.world.world_size > 1 else (fold.root(), used)
         for parameter, gradient, is_used in zip(self.parameters, total, used, strict=True):
@@ -182,7 +182,7 @@ class TreeReduction(Reduction):
             flat = self._memory.get(kind, sum(p.numel() for p in parameters), parameters[0])
             sums = [[gradients[self._place[p]] for p in parameters] for _, gradients in fold.sums]
             exchange = self._exchange_for(kind, flat)
-            exchange.send_chunks(self._flat(kind, flat, parameters, sums), self._shares).wait()
+            exchange.send_chunks(self._flattened(kind, flat, parameters, sums), self._shares).wait()
             exchange.send_sums(flat).wait()
             totals.update(zip(parameters, _views(flat, parameters), strict=True))
         asked.wait()
@@ -199,13 +199,13 @@ class TreeReduction(Reduction):
         parameters = bucket.parameters()
         places = [self._place[parameter] for parameter in parameters]
         sums = [(node, [gradients[i] for i in places]) for node, gradients in self._so_far.sums]
-        fold = self._fold(_views(buffer, parameters), sums)
+        fold = self._with_last(_views(buffer, parameters), sums)
         if self.world.world_size == 1:
             fold.root()  # in the bucket, see `_add`
             future.set_result(buffer)
             return future
         key = bucket.index(), buffer.numel()
-        flat_sums = self._flat(key, buffer, parameters, [values for _, values in fold.sums])
+        flat_sums = self._flattened(key, buffer, parameters, [values for _, values in fold.sums])
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
         exchange = self._exchange_for(key, buffer)
         self._pipeline.put(FullBucket(exchange, flat_sums, self._shares, buffer, ready, future, bucket.is_last()))
@@ -226,7 +226,7 @@ class TreeReduction(Reduction):
 
         return wait
 
-    def _fold(self, last: list[Tensor], earlier: Sequence[tuple[Node, list[Tensor]]]) -> Fold[list[Tensor]]:
+    def _with_last(self, last: list[Tensor], earlier: Sequence[tuple[Node, list[Tensor]]]) -> Fold[list[Tensor]]:
         """This rank's nodes with the last micro-batch's gradients; none on an idle rank."""
         fold, leaves = Fold(_add), self._shares[self.world.rank]
         if leaves:
@@ -236,8 +236,11 @@ class TreeReduction(Reduction):
             fold.push(Node(0, leaves[-1]), last)
         return fold
 
-    def _flat(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
-        """Lay out each of the sums in a flat tensor; the last one in `flat`, where a bucket has it already."""
+    def _flattened(
+        self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]
+    ) -> list[Tensor]:
+        """Lay out each of the sums in a flat tensor; the last one in `flat`. If that is a bucket it is there already,
+        because `_add` adds up in the memory of the last micro-batch's gradients."""
         if not sums:
             return []
         found = [*(self._memory.get((key, depth), flat.numel(), flat) for depth in range(len(sums) - 1)), flat]

@@ -128,8 +128,8 @@ class World:
         if "nccl" in self.backend:
             if self.more_devices:  # torch 2.15's other NCCL backend takes one GPU a process, LOCAL_RANK's
                 os.environ["TORCH_DIST_USE_NCCL2"] = "0"
-            # or NCCL's watchdog aborts a process that has lost its peer before it has saved; torchrun's SIGTERM and the
-            # watch for hangs end it instead
+            # NCCL's watchdog would abort a process that has lost its peer before it has saved; torchrun's SIGTERM and
+            # the watch for hangs end it instead
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store = job_store(self.rank, self.world_size, timeout + delay)
         # while ranks start again in place, torchrun does not notice a lost node

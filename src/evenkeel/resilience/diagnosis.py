@@ -19,7 +19,7 @@ from ..common.display import near, say
 from ..common.processes import stat
 from . import flight_recorder
 from .beats import Beat, Outlook, beat_now, blamed, describe
-from .hang import ALARM, STORE_TIMEOUT, Watch
+from .hang import ALARM, LEFT, STORE_TIMEOUT, Watch
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,9 @@ class Diagnosis:
         first = store.multi_get(names)
         time.sleep(2.5 * self._watch.interval)
         second = store.multi_get(names)
-        beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second)}
-        frozen = [rank for rank in beats if first[rank] == second[rank]]
+        still = [rank for rank, text in enumerate(second) if text == first[rank]]
+        left = {rank for rank in still if store.check([f"{LEFT}/{rank}"])}
+        beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second) if rank not in left}
+        frozen = [rank for rank in still if rank not in left]
         lowest = min(beats.keys() - frozen, default=0)
         return Outlook(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))

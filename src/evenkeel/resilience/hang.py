@@ -40,6 +40,9 @@ SAVED = "saved"
 PATIENT = "patient"
 """Key in the store: the rank that compiles or waits for a slow disk, and its beat."""
 
+LEFT = "left"
+"""Key in the store, with a rank: it has finished its part, and no longer beats."""
+
 STORE_TIMEOUT = 5.0
 """Seconds for an answer of the store, whose machine may be gone."""
 
@@ -90,7 +93,10 @@ class Watch:
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.store and kind is None:
+            with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
+                self.store.set(f"{LEFT}/{self.world.rank}", "")
         self.end()
 
     def end(self) -> None:

@@ -72,7 +72,7 @@ class Interruption:
         if keeper_link.has_keeper():
             _receive(keeper_link.REGROUP)
         if under_torchrun():
-            die_with_parent(signal.SIGTERM)  # else workers outlive a torchrun that dies
+            die_with_parent(signal.SIGTERM)  # workers must not outlive a torchrun that dies
         threading.Thread(target=self._read_signals, name="interruption", daemon=True).start()
 
     def rescue_with(self, rescue: Callable[[Callable[[], str]], None]) -> None:

@@ -109,7 +109,7 @@ class Keeper:
         if under_torchrun():
             die_with_parent(signal.SIGTERM)
         name_process("keeper")
-        gc.freeze()  # or a collection in the trainer would copy every page
+        gc.freeze()  # a collection in the trainer would copy every page
         if "WORLD_SIZE" in os.environ and self._rank == 0 and not agent_hosts_store():
             serve_store(self._rank, self._world_size)
         while True:

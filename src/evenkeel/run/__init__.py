@@ -44,7 +44,7 @@
 What a run directory holds:
 
     config.toml       the options, usable as --config
-    status.json       running, finished, stopped or failed; step, starts, host and pid of rank 0; hints
+    status.json       running, finished, stopped or failed; step, starts, host, and pid of what restarts rank 0; hints
     metrics.jsonl     a line for each event; a "start" record for each attempt
     ranks.jsonl       when each rank was ready for the reduction, with several ranks
     checkpoints/      step-N/state.pt (with --shard on state-R-of-W.pt) and manifest.json; set aside: damaged-*, wrong-*

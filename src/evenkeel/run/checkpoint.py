@@ -119,13 +119,13 @@ class Checkpoints:
         whether there is no other now.
 
         Two at once only cost time and space: each writes under its own name and gives up if the other was faster.
-        Raises OSError as :func:`refuse_stale_writer`.
+        Raises OSError as :func:`check_not_stale`.
         """
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             sync_folder(self.folder.parent)
         with folder_locked(self.folder, until) as alone:
-            refuse_stale_writer(self)
+            check_not_stale(self)
             yield alone
 
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
@@ -145,7 +145,7 @@ class Checkpoints:
 
     def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
         """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `in_turn`."""
-        refuse_stale_writer(self)  # again: this process may have been frozen while it wrote
+        check_not_stale(self)  # again: this process may have been frozen while it wrote
         old = self.folder / f".{final.name}.old"
         replaces = kind == "checkpoint" or not (final / MANIFEST).exists()
         if replaces and final.exists():  # the same step, written by an earlier attempt
@@ -225,7 +225,7 @@ class Checkpoints:
         return value if mode == "max" else -value
 
 
-def refuse_stale_writer(checkpoints: Checkpoints) -> None:
+def check_not_stale(checkpoints: Checkpoints) -> None:
     """Raise an OSError if another run has begun in the folder (--fresh): this process is left of the one before."""
     with contextlib.suppress(ValueError):  # a status.json that was damaged says nothing
         now, mine = read_json(checkpoints.folder.parent / "status.json").get("run_id"), checkpoints.provenance.run_id

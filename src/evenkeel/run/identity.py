@@ -14,7 +14,7 @@ from uuid import uuid4
 from ..common.arguments import flag
 from ..common.display import near
 from ..common.errors import Ended, Refusal
-from ..common.files import make_unused, write_json
+from ..common.files import make_unused, sync_folder, write_json
 from ..config import changed_options
 from .manifest import step_folders
 from .records import is_run, is_untrained, read_config, read_facts
@@ -67,7 +67,10 @@ def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
             raise Refusal(f"--run-dir {near(path)}: is not empty and not a run: it has {holds}; name another folder")
         if not (fresh or is_untrained(path)):
             refuse_another_run(path, run)
+        made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
+        if made:
+            sync_folder(path.parent)
         (path / ".lock").open("ab").close()  # checks that files can be written here
     except OSError as error:
         raise Refusal(
@@ -151,7 +154,7 @@ def move_aside(path: Path) -> Path:
                 entry.rename(aside / entry.name)
                 moved.append(entry)
                 if entry.name == "status.json":
-                    # a process that is left of the old run finds another one from here on (`refuse_stale_writer`); and
+                    # a process that is left of the old run finds another one from here on (`check_not_stale`); and
                     # after a crash here the rest is recognised as a run
                     write_json(entry, {"world_sizes": [], "state": "stopped", "run_id": uuid4().hex})
             return aside

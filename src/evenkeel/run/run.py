@@ -54,7 +54,7 @@ from .ending import Ending
 from .evaluator import Evaluator
 from .records import recorded_options
 from .resume import Resume
-from .start_checks import disk_needed, refuse_other_models
+from .start_checks import disk_needed, end_if_models_differ
 from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss
@@ -63,7 +63,7 @@ WEIGHTS_PER_SECOND = 2e7
 """Weights that a slow CPU initialises in a second."""
 
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
-"""After so many steps of an attempt data, digests and memory are checked: the cost of that vanishes."""
+"""After so many steps of an attempt the data, the task's state and memory are checked: the cost of that vanishes."""
 
 
 class Run:
@@ -128,7 +128,7 @@ class Run:
             with closing(attempt), world.connected(*_timeouts(config, world.world_size, state)) as store:
                 with attempt.failure_recorded():
                     finished = attempt.begin(partial(find_micro_batch, config, task, world, training_set, state))
-                    refuse_other_models(world, task, state.model)
+                    end_if_models_differ(world, task, state.model)
                     num_workers = 0 if finished or state.refresh else config.num_workers
                     started = start_workers(training_set, config.seed, num_workers, world.device)
                     run = cls(attempt, task, state, started, finished)

@@ -24,7 +24,7 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, write_json
 from ..resilience.slot_files import step_in
 from ..training import slots
-from .checkpoint import WRITER_TIMEOUT, Checkpoints, checkpoints_of, refuse_stale_writer
+from .checkpoint import WRITER_TIMEOUT, Checkpoints, check_not_stale, checkpoints_of
 from .manifest import MANIFEST, Kind, step_of
 from .state_files import WrittenFile, clean, dump, file_of, state_files
 
@@ -57,7 +57,7 @@ def write_rows(
     final = checkpoints.folder / f"step-{step:08d}"
     if kind == "snapshot" and (final / MANIFEST).exists():
         return
-    refuse_stale_writer(checkpoints)
+    check_not_stale(checkpoints)
     folder = checkpoints.folder / f".{final.name}.{token}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     name = file_of(rows["rank"], rows["ranks"])

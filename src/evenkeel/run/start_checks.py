@@ -70,7 +70,7 @@ def disk_needed(config: Config, steps: int, state: State) -> str:
     )
 
 
-def refuse_other_models(world: World, task: Task, model: nn.Module) -> None:
+def end_if_models_differ(world: World, task: Task, model: nn.Module) -> None:
     """End the run on all ranks if a rank has other parameters, which DDP notices on that rank only."""
     mine = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     digests = world.gather(hashlib.sha256(repr(mine).encode()).hexdigest())

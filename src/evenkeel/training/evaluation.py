@@ -175,7 +175,8 @@ class Evaluation:
             for number, (micro_batch, batch) in enumerate(zip(passes, self.batches, strict=True)):
                 activity.enter(EVALUATION, f"{number} of {len(passes)} micro-batches")  # again: each batch is progress
                 # metrics may draw random numbers; how many loading has drawn depends on the loader processes
-                seed_computation(derive(self.sampler.seed, self.name, 0, micro_batch.start), self.world.devices)
+                purpose = f"{self.name} metrics"
+                seed_computation(derive(self.sampler.seed, purpose, 0, micro_batch.start), self.world.devices)
                 try:
                     with autocast(self.precision, self.world.device.type), uncompiled(), no_collectives(refused):
                         computed = compute(self._transfer(batch))

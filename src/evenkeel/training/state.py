@@ -97,7 +97,7 @@ class State:
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved_names}
         once = {buffer: name for name, buffer in reversed(buffers.items())}
-        self._first_names = {name: once[buffer] for name, buffer in buffers.items()}  # of buffers
+        self._first_buffer_names = {name: once[buffer] for name, buffer in buffers.items()}
         self.buffers = Buffers({name: it for name, it in buffers.items() if once[it] == name}, model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
         # the first device decides whether a step is skipped
@@ -174,7 +174,8 @@ class State:
                 self.average.update(self.step + 1, nonfinite)
             self.step += 1
         self._verdict.ask(failed)
-        if self._verdict.known or skip is True:  # else a rescue would find `queued` ahead of the device
+        # where the answer is known, at once: if the step is undone, `queued` is ahead of the device until then
+        if self._verdict.known or skip is True:
             self.settle()
         activity.step = self.step
 
@@ -241,22 +242,23 @@ class State:
             locked = stack.pop_all()
 
         def finish() -> dict[str, Any]:
-            whole = no_time = False
+            whole = last_try = False
             with locked:
-                while not (whole or no_time):  # a slow step may reach its commit while it is copied
-                    no_time = self._seqlock.wait(until) or not left(until)
+                while not (whole or last_try):  # a slow step may reach its commit while it is copied
+                    # the devices have finished, so that another copy would be the same; or the time is up
+                    last_try = self._seqlock.wait(until) or not left(until)
                     copy()
                     done, begun = ([number.item() for number in captured[name]] for name in ("done", "begun"))
                     whole = len({*done, *begun}) == 1
             del captured["done"], captured["begun"]
             if not whole:
                 raise Torn(f"the optimizer step to {max(begun)} has not finished")
-            self._refuse_mixed(live, on_device=done[0], on_host=queued)
+            self._check_one_step(live, on_device=done[0], on_host=queued)
             return {"step": done[0], **captured}
 
         return finish
 
-    def _refuse_mixed(self, live: dict[str, Any], on_device: int, on_host: int) -> None:
+    def _check_one_step(self, live: dict[str, Any], on_device: int, on_host: int) -> None:
         """Raise Torn if a part of a copy is on the host, and so of a step that a GPU has not done yet."""
         if on_device == on_host or all(it.type == "cpu" for it in self._devices):
             return
@@ -271,7 +273,7 @@ class State:
         """The committed state itself, in the order of a copy (`seqlock`); of divided tensors this rank's rows."""
         # a loss may be computing with other weights right now, by torch.func.functional_call
         learned = dict(zip(self._parameters_by_name, local_rows(self._parameters_by_name.values()), strict=True))
-        learned |= {name: self.buffers.committed[first] for name, first in self._first_names.items()}
+        learned |= {name: self.buffers.committed[first] for name, first in self._first_buffer_names.items()}
         if not learned.keys() >= set(self._saved_names):  # get_extra_state() may add more
             learned = self.model.state_dict(keep_vars=True) | learned
         live = {

@@ -74,4 +74,5 @@ class StepSums:
     def new_buffers(self) -> list[Tensor]:
         """New values of the model's buffers, flat, for each of its groups: changed by the mean change over all
         micro-batches of all ranks. Without buffers nothing is exchanged."""
-        return self._buffers.changed_by(self.total()[-self._buffers.numel :]) if self._buffers.numel else []
+        first = 1 + len(self.part_names or ())
+        return self._buffers.changed_by(self.total()[first:]) if self._buffers.groups else []
