@@ -411,8 +411,8 @@ doctor blames a whole node for one of its ranks
     + len(having) <= sum(it.host in hosts for it in asked)
 chaos cuts the oldest checkpoint, not the newest
     cli/chaos/faults.py | tests/cli/chaos/test_faults.py
-    - newest = max((run_dir
-    + newest = min((run_dir
+    - _, newest = sorted((
+    + newest, _ = sorted((
 the report has targets and predictions the wrong way round
     cli/report/classified.py | tests/cli/report/test_extras.py
     - np.add.at(confusion, (targets, predictions), 1)

@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_is_tried_once_more(run_dir: Path) -> None:
     """A flaky GPU may be the cause, but a second time it is the job."""
     done = run(torchrun(2, TRAIN, *job(run_dir, "--lr", 1e30), restarts=3), expect=-signal.SIGALRM)
     assert starts(run_dir) == [0, 1]
-    assert "--on-nonfinite skip; the same error as before: not tried again" in done.stderr
+    assert "--on-nonfinite skip skips such steps; the same error as before: not tried again" in done.stderr
 
 
 @pytest.mark.slow

@@ -352,5 +352,5 @@ def _cells(run: RunStatus) -> dict[str, str]:
         "METRICS": shown(headline(run.metrics)),
         "ATTEMPTS": str(run.starts),
         "REQUEUES": str(run.job.requeues) if run.job and run.job.requeues is not None else "",
-        "GOODPUT": "-" if run.goodput is None or run.seconds < YOUNG else f"{run.goodput:.0%}",
+        "GOODPUT": "" if run.goodput is None else "-" if run.seconds < YOUNG else f"{run.goodput:.0%}",
     }

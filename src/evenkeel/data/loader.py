@@ -92,7 +92,6 @@ class Seeded(Dataset[Any]):
         return sample
 
     def _number(self, index: int) -> int:
-        """A sample's number, as the task counts."""
         return inner_index(self.dataset, index)
 
 

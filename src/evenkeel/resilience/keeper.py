@@ -96,8 +96,7 @@ class Keeper:
         # forks; consecutive ones without progress; the furthest first step of any trainer
         self._forks, self._without_progress, self._furthest_start = json.loads(keeper_link.counts or "[0, 0, 0]")
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
-        self._exit_at_once = False  # whether Ctrl-C was pressed after that: exit without waiting
-        self._exit_time = 0.0  # when
+        self._exit_time = 0.0  # of a second Ctrl-C, after which nothing is waited for; 0: none has come
         self._store_lost = False  # whether the process is gone that rank 0's keeper had for the job's store
         self._regroup_time = 0.0  # at which the trainer got REGROUP; 0: it has not
         self._messages: dict[str, str] = {}  # the last value of each message from the trainer
@@ -192,17 +191,17 @@ class Keeper:
 
     def _is_overdue(self) -> bool:
         """Whether the trainer was asked to leave and no longer can: it is stopped, or its interpreter does not run."""
-        now, asked = time.monotonic(), self._stop_time or self._regroup_time
-        if self._exit_time and now > self._exit_time + EXIT_TIMEOUT:
-            return True
-        return bool(asked) and now > asked + self._grace + LEAVE_TIMEOUT
+        asked, limit = self._stop_time or self._regroup_time, self._grace + LEAVE_TIMEOUT
+        if self._exit_time:
+            asked, limit = self._exit_time, EXIT_TIMEOUT
+        return 0 < asked < time.monotonic() - limit
 
     def _pass_on(self, number: int, pid: int) -> None:
         """Pass a stop signal on to the trainer, which may have received it itself: as one of its process group."""
         self._record_stop(number)
         self._read_messages()
         # the store may have kept this process for long, so a trainer that has got it would count it as another
-        if self._exit_at_once or "stop" not in self._messages:
+        if self._exit_time or "stop" not in self._messages:
             os.kill(pid, number)
 
     def _read_messages(self) -> None:
@@ -245,7 +244,7 @@ class Keeper:
         if not self._stop_time:
             self._stop_time, self._stop_signal = now, number
         elif signal.SIGINT in (number, self._stop_signal) and now - self._stop_time > PRESS_WINDOW:
-            self._exit_at_once, self._exit_time = True, self._exit_time or now
+            self._exit_time = self._exit_time or now
 
     def _await_written(self) -> bool:
         """Wait until what trainers have stored in memory is on the disk: at most --grace, counted from a stop signal if
@@ -254,7 +253,7 @@ class Keeper:
         while steps := self._memory.reap():
             what, now = f"step {' and '.join(map(str, steps))}", time.monotonic()
             until = (self._stop_time or begun) + self._grace
-            if self._exit_at_once:
+            if self._exit_time:
                 self._memory.kill_writers()
                 _say(f"second stop signal: exiting, {what} is NOT SAVED")
                 return False
@@ -327,7 +326,8 @@ class Keeper:
         if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
             give_up()
         # a trainer ends so at a second Ctrl-C; one that has not sent --grace, at the first: it handled no signals yet
-        self._exit_at_once |= code == KEYBOARD and "grace" in self._messages
+        if code == KEYBOARD and "grace" in self._messages:
+            self._exit_time = self._exit_time or time.monotonic()
         if not self._await_written():
             code = KEYBOARD
         end_store()

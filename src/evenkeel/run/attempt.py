@@ -100,7 +100,6 @@ class Attempt:
         self.data = DataCheck(config, self.path, world, plan.samples, self.sets)
         self._own_trackers = own_trackers(config.tracker if world.rank == 0 else ())
         run = Identity(self.options, task.harmless, self.data.samples, task.earlier, self.data.order)
-        # rank 0's from here on, None elsewhere; `lead` is set once the start is recorded
         self._directory = claim(self.path, run, config.fresh, config.grace) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             prepare_folder(self.path, run, config.fresh)

@@ -6,8 +6,7 @@ unplanned one, of a job that was stopped or failed. Names in the folder:
     step-N                 complete
     .step-N.*.tmp          being written or deleted; left by a kill: the next start deletes it
     .step-N.old            replaced by the same step, written again; left by a kill: restored, if step-N is missing
-    damaged-step-N-TIME    set aside by a start that found it damaged; stays
-    wrong-step-N-TIME      set aside by --verify-every; stays
+    damaged-*, wrong-*     set aside, by a start that found it damaged, or by --verify-every; stays
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class Checkpoints:
         Two at once only cost time and space: each writes under its own name and gives up if the other was faster.
         Raises OSError as :func:`check_not_stale`.
         """
-        if not self.folder.exists():
+        if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
             sync_folder(self.folder.parent)
         with folder_locked(self.folder, until) as alone:

@@ -153,10 +153,8 @@ class Run:
             with operations_named(), no_exit():
                 yield
                 if not self.state.is_over():
-                    done, planned = self.state.step, self.plan.total_steps
-                    raise EndedHere(
-                        f"the training loop ended at step {done} of {planned}: it must take all run.steps()"
-                    )
+                    reached = f"step {self.state.step} of {self.plan.total_steps}"
+                    raise EndedHere(f"the training loop ended at {reached}: it must take all run.steps()")
                 self.ending.finish(self.evaluator.metrics)
         except KeyboardInterrupt:  # only in a notebook (`Resident`): else the interruption ends the process
             self.ending.stopped(lambda: "Ctrl-C")

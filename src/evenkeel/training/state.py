@@ -89,16 +89,7 @@ class State:
         """The number of the last skipped step, counted from 1."""
         self.parameters = list(model.parameters())
         """The model's parameters, listed once: listing them takes as long as computing a layer."""
-        # A tied parameter, or a layer that the model has twice, has several names: a checkpoint has all of them;
-        # optimizers and `Buffers` know each tensor once, by its first name.
-        self._saved_names = list(model.state_dict(keep_vars=True))  # without non-persistent buffers
-        self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))
-        # `divide` puts this rank's rows in place of the parameters
-        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved_names}
-        once = {buffer: name for name, buffer in reversed(buffers.items())}
-        self._first_buffer_names = {name: once[buffer] for name, buffer in buffers.items()}
-        self.buffers = Buffers({name: it for name, it in buffers.items() if once[it] == name}, model)
+        self.buffers = self._name_tensors(model)
         self.average = Average(model, ema, self.buffers, sharded) if ema else None
         # the first device decides whether a step is skipped
         tensors = [*([scaler.scale] if scaler else []), *self.parameters, *self.buffers.committed.values()]
@@ -111,6 +102,18 @@ class State:
         self._rate_names = rate_names(optimizers, model)
         if schedulers:
             schedulers.taken = schedulers.taken.to(self._devices[0])
+
+    def _name_tensors(self, model: nn.Module) -> Buffers:
+        """List the names of all tensors. A tied one, or a layer that the model has twice, has several: a checkpoint has
+        all of them, optimizers and `Buffers` know each tensor by its first. Returns the buffers."""
+        self._saved_names = list(model.state_dict(keep_vars=True))  # without non-persistent buffers
+        self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))
+        # `divide` puts this rank's rows in place of the parameters
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        buffers = {name: it for name, it in model.named_buffers(remove_duplicate=False) if name in self._saved_names}
+        first = {buffer: name for name, buffer in reversed(buffers.items())}
+        self._first_buffer_names = {name: first[buffer] for name, buffer in buffers.items()}
+        return Buffers({name: it for name, it in buffers.items() if first[it] == name}, model)
 
     def clear_gradients(self) -> None:
         """Clear the last step's gradients, also of parameters that no optimizer has: they would count in the norm."""
