@@ -75,11 +75,9 @@ def seen_at(method: Any) -> Iterator[None]:
     try:
         yield
     except (Ended, Refusal) as error:
-        code, kinds = (
-            getattr(inspect.unwrap(method), "__code__", None),
-            (Ended, EndedForGood, EndedHere, Uncollated, Refusal),
-        )
-        if type(error) not in kinds or not code or owner(code.co_filename) != "user":
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        of_a_text = type(error) in (Ended, EndedForGood, EndedHere, Uncollated, Refusal)
+        if not (of_a_text and code and owner(code.co_filename) == "user"):
             raise
         raise type(error)(f"{error}; see {code.co_filename}:{code.co_firstlineno}") from error.__cause__
 

@@ -104,10 +104,10 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     if found := re.search(r"found <class '(.+)'>", why):
         none = "it is None" + " (does __getitem__ return it?)" * (not path)
         why = none if found[1] == "NoneType" else f"its type is {found[1]}"
+    sizes = [list(part.shape) if hasattr(part, "shape") else None for part in parts]
     if any(sample is None for sample in samples):  # from `__getitems__`: of others the loader knows the index
         path, why = "", "it is None (does __getitem__ return it?)"
-    sizes = [list(part.shape) for part in parts if hasattr(part, "shape")]
-    if other := next((number for number, size in enumerate(sizes) if size != sizes[0]), 0):
+    elif None not in sizes and (other := next((n for n, size in enumerate(sizes) if size != sizes[0]), 0)):
         why = f"its sizes differ: {sizes[0]} at entry 0 and {sizes[other]} at entry {other}"
     return (
         f"the data set's samples cannot be collated: {f'part {path} of a sample' if path else 'a sample'}: {why}; "
