@@ -69,9 +69,6 @@ def test_the_validation_set_decides_and_each_sample_counts_once_on_any_number_of
     first, _ = trained(2, job(folders[0], "--eval-only"))
     evaluation = evaluation_of(first)
     assert (evaluation["metrics"], evaluation["samples"]) == (metrics, sum(SETS.values()))
-    assert "WARNING" not in first.stdout
-    first, _ = trained(2, job(folders[0], "--eval-only", "--seed", 3))
-    assert "evenkeel: WARNING: evaluated with --seed 3 (the run: 0); add the run's options" in first.stdout
     for named in ("best", at):
         first, _ = trained(2, job(folders[0], "--eval-only", "--checkpoint", named))
         evaluation = evaluation_of(first)
@@ -154,3 +151,18 @@ def test_the_same_digits_on_1_2_and_3_ranks_and_those_of_torchmetrics(tmp_path: 
         assert found == {metric: said[0][metric] for metric in found}
         mse = float(MeanSquaredError()(scores, nn.functional.one_hot(labels, 3).float()))
         assert said[0][f"{name}/mse"] == pytest.approx(mse, rel=1e-6)
+
+
+def test_an_evaluation_with_other_options_than_the_runs_says_so(tmp_path: Path) -> None:
+    """Those of the task, and the seed; other options do not matter to it."""
+    words = ["--task", "regress", "--run-dir", tmp_path, "--samples", 128, "--wandb", "disabled", "--inputs", 3]
+    run_forked(TRAIN, *words, "--seed", 3, "--max-steps", 2, "--lr", 0.5)
+
+    def warnings(*more: object) -> list[str]:
+        out = run_forked(TRAIN, *words, "--eval-only", *more).stdout
+        return [line for line in out.splitlines() if "WARNING" in line]
+
+    assert warnings("--seed", 3) == []
+    assert warnings() == ["evenkeel: WARNING: evaluated with --seed 0 (the run: 3); add the run's options"]
+    (line,) = warnings("--seed", 3, "--samples", 100)
+    assert line.startswith("evenkeel: WARNING: evaluated with --samples 100 (the run: 128);")

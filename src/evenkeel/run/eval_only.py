@@ -136,8 +136,10 @@ def read_for_all(
 
 def _other_options(config: Config, task: Task) -> str:
     """The options of the task, and --seed, that differ from the run's, with both values."""
-    mine, recorded = saved_options(config, task.options()), recorded_options(config.run_dir)
-    changed = changed_options(recorded, mine, task.harmless) if recorded else []
+    assert config.run_dir is not None  # resolved
+    saved = config.run_dir / "config.toml"
+    recorded = read_config(saved) if saved.exists() else {}
+    changed = changed_options(recorded, saved_options(config, task.options()), task.harmless) if recorded else []
     its = {*task.options(), "seed"}
     return ", ".join(f"{flag(name)} {now} (the run: {before})" for name, before, now in changed if name in its)
 
