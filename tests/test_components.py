@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2525,
     "resilience": 1804,
     "training": 6650,
-    "run": 7089,
+    "run": 7091,
     "tasks": 2303,
     "mirror": 567,
     "launch": 3051,
