@@ -10,7 +10,7 @@ from threading import Event
 
 import pytest
 
-from evenkeel.common.files import FROZEN, append_line, folder_locked, lock
+from evenkeel.common.files import FROZEN, append_line, folder_locked, lock, read_json
 
 FORK = multiprocessing.get_context("fork")
 
@@ -64,3 +64,16 @@ def test_a_line_after_one_that_was_cut_is_a_line_of_its_own(tmp_path: Path) -> N
     (tmp_path / "lines").write_bytes(b"one\nhal")
     append_line(tmp_path / "lines", b"two\n")
     assert (tmp_path / "lines").read_bytes() == b"one\nhal\ntwo\n"
+
+
+def test_what_is_not_there_is_empty_and_what_may_not_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (
+        tmp_path,
+        tmp_path / "none",
+        tmp_path / "file",
+    ):  # the last is refused by rank 0
+        assert read_json(folder / "status.json") == {}
+    (tmp_path / "status.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        read_json(tmp_path / "status.json")

@@ -149,7 +149,7 @@ def test_a_class_in_a_package(write: Write) -> None:
     ],
 )
 def test_an_unknown_name(write: Write, name: str, why: str) -> None:
-    write("there.py", GOOD)
+    write("there.py", "from torch import nn\nclass Net(nn.Module): ...\n" + GOOD)
     write("bare.py", "number = 3\n")
     known = ", ".join(built_in())
     assert refusal(name) == f"{why} in: {known}; your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"

@@ -85,10 +85,10 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} if there is no such file. ValueError: it is not JSON, or not an object."""
+    """Read a JSON object; {} if there is no such file, nor its folder. ValueError: it is not JSON, or not an object."""
     try:
         value: Any = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except RecursionError as error:
         raise ValueError(f"JSON nested too deeply: {error}") from None

@@ -90,9 +90,9 @@ def _comes_again(error: BaseException, line: str) -> bool:
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
     if keeper_link.has_sent("progress") or not (alone and is_mistake(error)):
         return False
-    left = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
     found = type(error) is Uncollated or (type(error) is EndedHere and not error.__cause__)
-    return (failed_before(line) and failed_alike(line)) or (found and left)
+    return (failed_before(line) and failed_alike(line)) or (found and restarts)
 
 
 def _failed(for_good: bool) -> int:

@@ -43,6 +43,9 @@ ERROR = "an error"
 PRESS_WINDOW = 1.0
 """Seconds within which interrupts count as one Ctrl-C: `timeout` and others add one to the terminal's."""
 
+Rescue = Callable[[Callable[[], str]], None]
+"""Saves the last finished step. Its argument returns the reason: a stop signal may still come after REGROUPING."""
+
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +60,7 @@ class Interruption:
         self.grace = grace
         self.reason = ""
         """Why this process is ending, if it is: a signal's name, a hang, an error, or REGROUPING."""
-        self._rescue: Callable[[Callable[[], str]], None] = lambda _why: None
+        self._rescue: Rescue = lambda _why: None
         self._deciding = threading.Lock()
         self._receive_signals()
 
@@ -75,9 +78,8 @@ class Interruption:
             die_with_parent(signal.SIGTERM)  # workers must not outlive a torchrun that dies
         threading.Thread(target=self._read_signals, name="interruption", daemon=True).start()
 
-    def rescue_with(self, rescue: Callable[[Callable[[], str]], None]) -> None:
-        """Register what a thread calls before the process ends with :data:`STOPPED`. Its argument returns
-        :attr:`reason`: a stop signal may still come after REGROUPING."""
+    def rescue_with(self, rescue: Rescue) -> None:
+        """Register what a thread calls before the process ends with :data:`STOPPED`."""
         self._rescue = rescue
 
     def begin_end(self, reason: str, rescue: Callable[[], None], code: int) -> None:

@@ -73,6 +73,10 @@ def default_task() -> tuple[str, str]:
     return Config.task, f"--task {Config.task}"
 
 
+OF_A_TASK = r"^class (\w+)\((?!.*\b(?:Dataset|Module)\b)"
+"""A class of a file that may be a task."""
+
+
 def _tasks_in(source: str) -> list[str]:
     """The names of the tasks that a module or file, imported already, defines."""
     module = sys.modules[Path(source).stem if source.endswith(".py") else source]
@@ -97,7 +101,7 @@ def load_task(name: str, label: str = "") -> type[Task]:
             why = "is now --task classify --dataset digits, the defaults"
         if (file := Path(name.rstrip(":"))).suffix == ".py":
             text = file.read_text(errors="replace") if file.is_file() else None
-            classes = [f"{file}:{it}" for it in re.findall(r"^class (\w+)\(", text or "", re.M)]
+            classes = [f"{file}:{it}" for it in re.findall(OF_A_TASK, text or "", re.M)]
             why = "no such file" if text is None else "the class is missing"
             why += f"; did you mean {' or '.join(classes[:MOST_LISTED])}?" if classes else ""
         own = "your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
