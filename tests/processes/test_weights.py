@@ -82,7 +82,10 @@ def test_our_own_runs_and_the_command_line(tmp_path: Path) -> None:
     assert records(tmp_path / "on", "start")[1]["step"] >= 5
     shutil.rmtree(tmp_path / "gone" / "checkpoints")
     told = run_forked(TRAIN, *job(tmp_path / "gone", *more), expect=2).stderr
-    assert "bare: no such file or folder" in told
+    assert told.endswith("bare: no such file or folder\n")
+    (tmp_path / "gone" / "checkpoints" / "step-renamed").mkdir(parents=True)
+    told = run_forked(TRAIN, *job(tmp_path / "gone", *more), expect=2).stderr
+    assert "bare: no such file or folder, and the run has no checkpoint" in told
 
     flip_a_bit(steps[-1] / STATE)
     assert ": ".join(read_weights(model, old)).startswith(f"{old} at step-00000003 (1 newer damaged): all 4")

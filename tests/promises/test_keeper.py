@@ -12,7 +12,17 @@ from evenkeel.common.processes import process_name
 from tests.support import needs, processes
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, fork, read, records, run, start, torchrun, wait_until
-from tests.support.small_runs import OWN, ended, keepers_of, own_task, starts, wait_for_start, wait_for_step, workers_of
+from tests.support.small_runs import (
+    OWN,
+    children,
+    ended,
+    keepers_of,
+    own_task,
+    starts,
+    wait_for_start,
+    wait_for_step,
+    workers_of,
+)
 from tests.support.small_runs import kept_job as job
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
@@ -188,6 +198,19 @@ def test_a_rank_that_cannot_leave_is_killed(run_dir: Path, signals: tuple[signal
     done = processes.finish(process, within)
     assert (done.returncode, process_name(trainer)) == (-signal.SIGKILL, "")
     assert done.stderr == f"evenkeel: rank 0 was killed before it had left after {signals[0].name}\n"
+
+
+@pytest.mark.long
+def test_the_death_of_the_jobs_store_costs_a_line(run_dir: Path) -> None:
+    launch = [sys.executable, str(processes.ROOT / "launch" / "single_node.py"), "-g", "2", "--"]
+    process = start([*launch, *map(str, job(run_dir, "--pause", 0.1, "--max-steps", 120))])
+    wait_for_step(run_dir, 3, process)
+    (store,) = [pid for pid in children(keepers_of(process)[0]) if process_name(pid) == "store"]
+    os.kill(store, signal.SIGKILL)
+    said = ended(process).stderr
+    assert said.startswith("evenkeel: the process with the job's store was killed; the job goes on, but restarts by")
+    assert "frame #" not in said, "no stacks of C++, although each rank wants to beat"
+    assert len(starts(run_dir)) == 1
 
 
 @pytest.mark.long
