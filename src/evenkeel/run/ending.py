@@ -165,8 +165,8 @@ class Ending:
         if regroups:
             self._attempt.say(f"evenkeel: rank 0 lost another rank; {saved}; it starts again")
             return
-        traceback = ends_with_traceback(keeper_link.launcher())
-        more = " (torchrun may print a traceback; that is not an error)" if traceback else ""
+        more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
+        saved += " (another rank may have saved the next)" * (self._world.world_size > 1 and "is saved" in saved)
         restart = "a restart or " * (reason == "SIGTERM")  # torchrun sends it also when another rank has failed
         self._attempt.say(f"evenkeel: stopped by {reason}; {saved}; {restart}the same command continues there{more}")
 
