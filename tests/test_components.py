@@ -19,8 +19,8 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1792,
     "config": 595,
-    "data": 3167,
-    "distributed": 2525,
+    "data": 3164,
+    "distributed": 2528,
     "resilience": 1806,
     "training": 6650,
     "run": 7091,

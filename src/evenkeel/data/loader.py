@@ -67,7 +67,8 @@ class Seeded(Dataset[Any]):
                     fetched = [self._sample(indices.epoch, *it) for it in zip(indices, places, strict=True)]
                 return self.collated(fetched, indices.epoch, indices.micro_batch.start)
         except Uncollated as error:
-            text = re.sub(r"\bat entry (\d+)", lambda it: f"in sample {self._number(indices[int(it[1])])}", str(error))
+            numbers = [inner_index(self.dataset, index) for index in indices]
+            text = re.sub(r"\bat entry (\d+)", lambda it: f"in sample {numbers[int(it[1])]}", str(error))
             raise Uncollated(text) from error.__cause__
         except (StopIteration, GeneratorExit) as error:  # would end the loop over batches, or the loader process
             raise EndedByData(
@@ -88,11 +89,8 @@ class Seeded(Dataset[Any]):
         sample = sample_of(self.dataset, index)
         if sample is None and self._collate is None:
             with seen_at(reader_of(self.dataset)):
-                raise Uncollated(f"sample {self._number(index)} is None: does __getitem__ return it?")
+                raise Uncollated(f"sample {inner_index(self.dataset, index)} is None: does __getitem__ return it?")
         return sample
-
-    def _number(self, index: int) -> int:
-        return inner_index(self.dataset, index)
 
 
 def loader(

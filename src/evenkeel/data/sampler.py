@@ -107,8 +107,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        # A rank that is idle in the first step is idle in all, since none has more micro-batches. Only that one is
-        # looked at, because an endless data set has too many.
+        # no step has more micro-batches than the first, which alone is looked at: an endless data set has too many
         if not steps or not self.micro_batches(steps.start):
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -58,6 +59,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
         again = _comes_again(ended, line)
         if speaks:
             say(f"evenkeel: {line}{AGAIN * (again and failed_before(line))}", to_stderr=True)
+        if isinstance(ended, EndedForGood) and not rank_0:
+            time.sleep(1.0)  # rank 0 prints the line before it ends torchrun, which would end rank 0 earlier
         shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
         return _failed(again)
     except Refusal as refusal:
