@@ -17,13 +17,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1792,
+    "common": 1799,
     "config": 595,
     "data": 3164,
     "distributed": 2528,
     "resilience": 1806,
     "training": 6650,
-    "run": 7091,
+    "run": 7086,
     "tasks": 2307,
     "mirror": 567,
     "launch": 3051,

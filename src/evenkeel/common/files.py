@@ -68,6 +68,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, if it is not there, so that a power cut does not take it away again."""
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        sync_folder(path.parent)
+
+
 def close_to_others(path: Path) -> None:
     """Make a file readable for its owner only, and for the group if the umask (002) lets the group write."""
     path.chmod(0o660 if path.stat().st_mode & 0o020 else 0o600)

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..common.deadlines import FOREVER
-from ..common.files import folder_locked, read_json, sync_folder, unfinished, write_json
+from ..common.files import folder_locked, make_folder, read_json, sync_folder, unfinished, write_json
 from ..common.naming import TEST, named
 from .manifest import MANIFEST, Kind, Manifest, Provenance, load, manifest_of, read_manifest, step_folders, step_of
 from .state_files import STATE, Damaged, clean, clean_locked, dump, replaced, set_aside
@@ -120,9 +120,7 @@ class Checkpoints:
         Two at once only cost time and space: each writes under its own name and gives up if the other was faster.
         Raises OSError as :func:`check_not_stale`.
         """
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            sync_folder(self.folder.parent)
+        make_folder(self.folder)
         with folder_locked(self.folder, until) as alone:
             check_not_stale(self)
             yield alone

@@ -14,7 +14,7 @@ from uuid import uuid4
 from ..common.arguments import flag
 from ..common.display import near
 from ..common.errors import Ended, Refusal
-from ..common.files import make_unused, sync_folder, write_json
+from ..common.files import make_folder, make_unused, write_json
 from ..config import changed_options
 from .manifest import step_folders
 from .records import is_run, is_untrained, read_config, read_facts
@@ -67,10 +67,7 @@ def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
             raise Refusal(f"--run-dir {near(path)}: is not empty and not a run: it has {holds}; name another folder")
         if not (fresh or is_untrained(path)):
             refuse_another_run(path, run)
-        made = not path.exists()
-        path.mkdir(parents=True, exist_ok=True)
-        if made:
-            sync_folder(path.parent)
+        make_folder(path)
         (path / ".lock").open("ab").close()  # checks that files can be written here
     except OSError as error:
         raise Refusal(
