@@ -137,16 +137,20 @@ def read_for_all(
 def _other_options(config: Config, task: Task) -> str:
     """The options of the task, and --seed, that differ from the run's, with both values."""
     assert config.run_dir is not None  # resolved
-    saved = config.run_dir / "config.toml"
-    recorded = read_config(saved) if saved.exists() else {}
+    recorded = _saved(config.run_dir)
     changed = changed_options(recorded, saved_options(config, task.options()), task.harmless) if recorded else []
     its = {*task.options(), "seed"}
     return ", ".join(f"{flag(name)} {now} (the run: {before})" for name, before, now in changed if name in its)
 
 
 def _began_from(run_dir: Path) -> str:
+    return str(_saved(run_dir).get("init_from", ""))
+
+
+def _saved(run_dir: Path) -> dict[str, Any]:
+    """The run's options; empty if there is no run."""
     saved = run_dir / "config.toml"
-    return str(read_config(saved).get("init_from", "")) if saved.exists() else ""
+    return read_config(saved) if saved.exists() else {}
 
 
 def _read_newest(model: nn.Module, checkpoints: Checkpoints, task_state: TaskState | None) -> tuple[str, str]:

@@ -112,10 +112,8 @@ class Tracker:
             except Exception as error:
                 log.warning("%s is off: %s", name, _described(error))
         self._mark = (time.perf_counter(), step, activity.spent().get("data", 0.0))
-        end = os.environ.get(keeper_link.LAST_END)
-        self.event(
-            "start", step, attempt=self.attempt, world_size=self.world_size, **({"last_end": end} if end else {})
-        )
+        last = {"last_end": end} if (end := os.environ.get(keeper_link.LAST_END)) else {}
+        self.event("start", step, attempt=self.attempt, world_size=self.world_size, **last)
         self._ends = attempt_ends(self.path / "metrics.jsonl")
         attempt = f"attempt {self.attempt}, " if self.attempt > 1 else ""
         place = display.near(self.path)
