@@ -53,6 +53,11 @@ KINDS = {"promises": "promise", "processes": "long"} | dict.fromkeys(
 """The marker of the tests of a folder. Tests in any other folder run in the process of pytest alone, and fast."""
 
 
+FEATURES = """checkpoint_activations collate fit hsdp keep_every meta_device own_trackers parts patterns refresh
+schedulers sharded_auto show task_state verify_every whole_batch"""
+"""Files of tests/promises about features that a run may have. They are slow: CI runs them, `make test` does not."""
+
+
 LONGEST = """k8s/test_job processes/test_readme nodes/test_train processes/test_optional_components
 processes/test_compile promises/test_sharded_state promises/test_memory_checkpoint promises/test_verify_every
 promises/test_faults processes/test_chaos nodes/test_doctor processes/test_doctor processes/test_stragglers"""
@@ -68,7 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(item.config.rootpath).parts[1]
         if kind := KINDS.get(folder):  # of tests/processes CI runs those that show a promise
             item.add_marker("slow" if kind == "long" and item.get_closest_marker("promise") else kind)
-        if item.get_closest_marker("long"):
+        of_feature = folder == "promises" and item.path.stem.removeprefix("test_") in FEATURES.split()
+        if of_feature or item.get_closest_marker("long"):
             item.add_marker("slow")
 
 

@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2528,
     "resilience": 1806,
     "training": 6650,
-    "run": 7088,
+    "run": 7091,
     "tasks": 2307,
     "mirror": 567,
     "launch": 3051,

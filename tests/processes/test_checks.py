@@ -125,16 +125,27 @@ def test_of_two_ranks_one_says_what_is_wrong(tmp_path: Path, task: str, tracebac
 
 
 @pytest.mark.slow
-def test_a_model_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("made", "differs"),
+    [
+        ("nn.Linear(4 + int(os.environ['RANK']), 1)", "weight is [1, 5], not [1, 4]"),
+        ("Network([nn.Linear(4, 1), nn.Linear(1, 1)])", "its layers come in another order"),
+    ],
+)
+def test_a_model_that_differs_between_ranks_is_named(tmp_path: Path, made: str, differs: str) -> None:
     (tmp_path / "own.py").write_text(
         "import os\nfrom torch import nn\nfrom evenkeel.tasks.regress import Regress\n\n\nclass Own(Regress):\n"
-        "    def model(self):\n        return nn.Linear(4 + int(os.environ['RANK']), 1)\n"
+        f"    def model(self):\n        return {made}\n\n\nclass Network(nn.Module):\n"
+        "    def __init__(self, layers):\n        super().__init__()\n"
+        "        for number in [[0, 1], [1, 0]][int(os.environ['RANK'])]:\n"
+        "            self.add_module(str(number), layers[number])\n"
+        "    def forward(self, x):\n        return self.get_submodule('1')(self.get_submodule('0')(x))\n"
     )
     words = ["--task", f"{tmp_path}/own.py:Own", "--run-dir", tmp_path / "run", "--wandb", "disabled"]
     done = run([sys.executable, ROOT / "launch" / "single_node.py", "-g", "2", "--", *words], expect=2)
     assert done.stderr == (
-        "evenkeel: model() of rank 1 differs from rank 0's: weight is [1, 5], not [1, 4]; it must not depend on the "
-        f"rank, nor on a generator of its own; see {tmp_path}/own.py:7\n"
+        f"evenkeel: model() of rank 1 differs from rank 0's: {differs}; it must not depend on the rank, nor on a "
+        f"generator of its own; see {tmp_path}/own.py:7\n"
     )
 
 

@@ -23,7 +23,7 @@ from ..config import Flag, MaybePath, option
 from ..run.checkpoint import Checkpoints
 from ..run.manifest import Manifest, is_step_folder, load, read_manifest, step_folders, step_of
 from ..run.records import best_in
-from ..run.state_files import Damaged, Want
+from ..run.state_files import DAMAGED, WRONG, Damaged, Want
 
 PLACES = "name a run directory, its checkpoints folder or one step-* folder"
 
@@ -211,7 +211,7 @@ def find(path: Path, aside: bool = False) -> list[Path]:
         if is_step_folder(path.resolve()) and path.is_dir():
             return [path.resolve()]
         folder = nested if (nested := path / "checkpoints").is_dir() else path
-        damaged = sorted(entry for entry in folder.iterdir() if entry.name.startswith(("damaged-step-", "wrong-step-")))
+        damaged = sorted(entry for entry in folder.iterdir() if entry.name.startswith((DAMAGED, WRONG)))
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}; {PLACES}") from None
     found = step_folders(folder) + damaged * aside

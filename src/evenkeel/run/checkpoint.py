@@ -192,7 +192,7 @@ class Checkpoints:
                 try:
                     return load(path)
                 except Damaged as damage:
-                    set_aside(path, damage)
+                    set_aside(path, damage=damage)
         return None
 
     def best_path(self) -> Path | None:

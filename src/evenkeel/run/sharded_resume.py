@@ -103,7 +103,7 @@ def _from_disk(world: World, sharding: Sharding, checkpoints: Checkpoints) -> Fo
         if not damages:
             return found, saved
         if world.rank == 0:
-            set_aside(path, damages[0])
+            set_aside(path, damage=damages[0])
 
 
 def own_rows(path: Path, sharding: Sharding) -> dict[str, Any]:

@@ -72,16 +72,18 @@ def disk_needed(config: Config, steps: int, state: State) -> str:
 
 def end_if_models_differ(world: World, task: Task, model: nn.Module) -> None:
     """End the run on all ranks if a rank has other parameters, which DDP notices on that rank only."""
-    mine = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    mine = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
     digests = world.gather(hashlib.sha256(repr(mine).encode()).hexdigest())
     if len({*digests}) == 1:
         return
     everywhere = world.gather(mine)
-    rank, its = next((rank, its) for rank, its in enumerate(everywhere) if its != everywhere[0])
-    first = everywhere[0]
-    name = next((name for name in first | its if first.get(name) != its.get(name)), "their order")
+    rank = next(rank for rank, theirs in enumerate(everywhere) if theirs != everywhere[0])
+    first, its = dict(everywhere[0]), dict(everywhere[rank])
+    differing = next((name for name in first | its if first.get(name) != its.get(name)), "")
+    what = f"{differing} is {its.get(differing, 'missing')}, not {first.get(differing, 'missing')}"
+    what = what if differing else "its layers come in another order"
     with seen_at(task.model):
         raise EndedForGood(
-            f"model() of rank {rank} differs from rank 0's: {name} is {its.get(name, 'missing')}, not "
-            f"{first.get(name, 'missing')}; it must not depend on the rank, nor on a generator of its own"
+            f"model() of rank {rank} differs from rank 0's: {what}; it must not depend on the rank, nor on a generator "
+            "of its own"
         )

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 STATE = "state.pt"
 
-DAMAGED = "damaged-"
-"""The names of checkpoints that were set aside begin with it."""
+DAMAGED, WRONG = "damaged-", "wrong-"
+"""The names of checkpoints that were set aside begin with one: damaged, or of a state that --verify-every doubts."""
 
 
 class Damaged(Exception):  # noqa: N818
@@ -226,8 +226,9 @@ def clean_locked(folder: Path, idle: float = 0.0) -> None:
                 shutil.rmtree(temporary, ignore_errors=True)
 
 
-def set_aside(path: Path, damage: object) -> None:
-    """Rename a damaged checkpoint, and log what is wrong with it."""
-    aside = path.with_name(f"{DAMAGED}{path.name}-{time.time_ns()}")
+def set_aside(path: Path, prefix: str = DAMAGED, damage: object = None) -> None:
+    """Rename a checkpoint, so that no attempt loads it; of a damaged one log what is wrong with it."""
+    aside = path.with_name(f"{prefix}{path.name}-{time.time_ns()}")
     path.replace(aside)
-    log.error("%s; set aside as %s, trying the one before", damage, aside.name)
+    if damage:
+        log.error("%s; set aside as %s, trying the one before", damage, aside.name)

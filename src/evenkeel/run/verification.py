@@ -26,7 +26,6 @@ import logging
 import os
 import pickle
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
@@ -46,6 +45,7 @@ from ..training.whole_batch import of_whole_batches
 from .attempt import Attempt
 from .checkpointer import Checkpointer
 from .manifest import step_of
+from .state_files import WRONG, set_aside
 from .verified_loss import Given, VerifiedLoss
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Verification:
         if self.world.rank in drifted:
             self._state.restore(held)
         if 0 in drifted and self._attempt.lead:  # what rank 0 has saved and recorded of this step is wrong
-            if self._set_aside():
+            if self._set_doubtful_aside():
                 self._checkpointer.saver.start(self._state, {})
             if self._state.step:
                 self._checkpointer.record_digests()
@@ -234,17 +234,17 @@ class Verification:
         """
         unfit = unfit if self._state.step == self._sure else range(self.world.world_size)
         if 0 in unfit and self._attempt.lead:
-            self._set_aside()
+            self._set_doubtful_aside()
         self.world.gather(None)  # the others save afterwards
         raise (Unfit if self.world.rank in unfit else Ended)(line)
 
-    def _set_aside(self) -> bool:
+    def _set_doubtful_aside(self) -> bool:
         """On rank 0: set aside checkpoints that may be those of a wrong state; whether there were any."""
         self._checkpointer.take_result()
         last = self._sure - (self._state.step == self._sure)
         wrong = [path for path in self._checkpointer.saver.checkpoints.all() if step_of(path) > last]
         for path in wrong:
-            path.replace(path.with_name(f"wrong-{path.name}-{time.time_ns()}"))
+            set_aside(path, WRONG)
         return bool(wrong)
 
     def _report(self, step: int, found: str, suspects: Sequence[int], who: Sequence[Who], sure: bool) -> str:
