@@ -1,6 +1,7 @@
 """A bit that flips in a gradient or in a weight of one rank: found before the commit, and the right rank is named."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,13 @@ from tests.support import needs
 from tests.support.components import has
 from tests.support.processes import TRAIN, Done, evenkeel, finish_all, fork, rank_variables, read, records
 from tests.support.small_runs import (
+    interrupt,
     job_of,
     model_of,
     recipe_job,
     refusal,
     results_of,
+    starts,
     trained,
     weights_of,
     weights_undisturbed,
@@ -147,6 +150,23 @@ def test_a_drift_that_others_may_have_used_ends_the_run_which_goes_back(tmp_path
     assert [int(path.name.split("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("wrong-*")] == [6]
     trained(3, words)
     assert [record["step"] for record in records(tmp_path / "run", "start")] == [0, 4]
+    assert weights_of(tmp_path / "run") == right
+
+
+@pytest.mark.slow
+def test_it_goes_back_to_a_checkpoint_that_was_compared_although_later_ones_and_a_stop_came(
+    tmp_path: Path, right: str
+) -> None:
+    """The first attempt ends between two comparisons, and only the newest two checkpoints would stay."""
+    slow = tmp_path / "slow"
+    more = ("--verify-every", 8, "--checkpoint-every", 2, "--keep", 1, "--slow", slow)
+    words = recipe_job(tmp_path / "run", *TREE, *more)
+    interrupt(3, tmp_path / "run", words, 9, signal.SIGTERM, slow=slow)
+    done = with_fault(tmp_path / "run", words, code=1, step=13, where="weight")
+    assert "before step 16: rank 1: cpu of " in done[0].stderr.splitlines()[-1]
+    trained(3, words)
+    first, second, third = starts(tmp_path / "run")
+    assert (first, 8 < second < 14, third) == (0, True, 8)
     assert weights_of(tmp_path / "run") == right
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenkeel.common import keeper_link
+from evenkeel.common import keeper_link, memory
 from evenkeel.resilience import memory_checkpoint, peers
 from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, rank_memory
 from evenkeel.resilience.peers import Peers
@@ -240,16 +240,48 @@ def test_a_keeper_that_lost_a_slow_store_is_not_waited_for(rejoins: bool, monkey
         assert other._store.add("done", 0) == rejoins
 
 
-@pytest.mark.parametrize("disk", ["fails", "hangs"])
-def test_a_rescue_needs_no_disk_where_memory_is_enough(
-    disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It asks the disk whether the step is there, and a disk that fails or hangs cannot say."""
+def after_a_step() -> State:
     model = nn.Linear(2, 2)
     state = State(model, [torch.optim.SGD(model.parameters())])
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.commit(torch.tensor(1.0))
+    return state
+
+
+@pytest.mark.parametrize(("ranks", "where"), [(1, "stored in memory"), (10**15, "saved, in ")])
+def test_a_rescue_for_which_the_node_has_no_memory_goes_to_the_disk(
+    ranks: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks of the node may store one at once, and the kernel would kill some of them."""
+    monkeypatch.setattr(rank_memory, "descriptor", os.memfd_create("state"))
+    monkeypatch.setattr(rank_memory, "facts", {})
+    devices = [torch.device("cpu")]
+    saver = Saver(Checkpoints(tmp_path, 2), devices, 4.0, lambda _step: None, memory=True, local_ranks=ranks)
+    assert saver.rescue(after_a_step(), 0, in_place=True).startswith(f"step 1 is {where}")
+
+
+@pytest.mark.parametrize("name", ["", "memory"])
+def test_a_control_group_has_less_left_than_the_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of cgroup v2 and v1; the kernel's files, in another folder."""
+    _, limit, used, cached = memory.CONTROL_GROUPS[name]
+    monkeypatch.setattr(memory, "CONTROL_GROUPS", {"": (str(tmp_path), limit, used, cached)})
+    (tmp_path / used).write_text("600000\n")
+    (tmp_path / "memory.stat").write_text(f"anon 400000\n{cached} 100000\n")
+    (tmp_path / limit).write_text("1000000\n")
+    assert memory.memory_left() == 500000
+    (tmp_path / limit).write_text("max\n")
+    assert memory.memory_left() > 500000
+
+
+@pytest.mark.parametrize("disk", ["fails", "hangs"])
+def test_a_rescue_needs_no_disk_where_memory_is_enough(
+    disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks the disk whether the step is there, and a disk that fails or hangs cannot say."""
+    state = after_a_step()
     (folder := tmp_path / "checkpoints").mkdir()
     saver, stat = Saver(Checkpoints(folder, 2), [torch.device("cpu")], 4.0, lambda _step: None, memory=True), os.stat
 

@@ -50,6 +50,8 @@ class Checkpoints:
     """Best ones to keep, besides the newest."""
     keep_every: int = 0
     """Keep those whose step is a multiple of this for ever; 0: none."""
+    verify_every: int = 0
+    """Of --verify-every: keep the newest that was compared, too."""
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -162,6 +164,9 @@ class Checkpoints:
 
     def _delete_old(self) -> None:
         kept = {*self.best_paths(), *(path for path, manifest in self._manifests() if manifest.kept_for_ever)}
+        if every := self.verify_every:  # a run whose state has drifted goes back to this one, see `Verification`
+            compared = self.newest_step() // every * every - (every == 1)
+            kept.update([path for path in self.all() if step_of(path) <= compared][-1:])
         for path in self.all()[: -self.keep]:
             if path not in kept:
                 self._delete(path)
@@ -234,14 +239,16 @@ def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], 
     """What a keeper's child, which has not the run's objects, must know to write a state: the manifest, and how to keep
     it. A rank calls this."""
     more = {"folder": str(checkpoints.folder), "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
-    return asdict(checkpoints.manifest(step, metrics, kind)) | more | {"keep_best": checkpoints.keep_best}
+    more |= {"keep_best": checkpoints.keep_best, "verify_every": checkpoints.verify_every}
+    return asdict(checkpoints.manifest(step, metrics, kind)) | more
 
 
 def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
     """The folder that :func:`facts_of` has described."""
     it = manifest_of(dict(facts))
     provenance = Provenance(it.best_by, it.fingerprint, it.bits_void_from, facts["run_id"])
-    return Checkpoints(Path(facts["folder"]), facts["keep"], provenance, facts["keep_best"], it.keep_every)
+    keep = (facts["keep"], provenance, facts["keep_best"], it.keep_every, facts["verify_every"])
+    return Checkpoints(Path(facts["folder"]), *keep)
 
 
 def known_step(checkpoints: Checkpoints) -> int | str:

@@ -38,7 +38,8 @@ class Checkpointer:
             self._sampler = whole_steps(attempt.sets[TRAINING], config, plan.micro_batch, plan.full_count)
             self._options = options_digest(attempt.options, attempt.harmless)
         make = ShardedSaver if config.shard != "off" else Saver
-        self.saver = make(attempt.checkpoints, devices, config.grace, self._record_saved, memory)
+        ranks = attempt.world.local_world_size
+        self.saver = make(attempt.checkpoints, devices, config.grace, self._record_saved, memory, ranks)
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """Report an evaluation, and save if a checkpoint is due or the evaluation is the best so far.

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from ..common.memory import memory_left
 from ..common.phases import CHECKPOINT, activity
 from ..resilience.memory_checkpoint import rank_memory
 from ..training.seqlock import Torn
-from ..training.staging import Staging
+from ..training.staging import Staging, named_tensors
 from ..training.state import State
 from .checkpoint import Checkpoints, facts_of, known_step
 from .manifest import Kind
@@ -40,6 +41,7 @@ class Saver:
         grace: seconds that a process has after a signal.
         written: is called with the step of each checkpoint, in the thread that has written it.
         memory: share what is not on the disk yet with the keeper, in memory.
+        local_ranks: ranks of this node, all of which may store a rescue at once.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Saver:
         grace: float,
         written: Callable[[int], None],
         memory: bool = False,
+        local_ranks: int = 1,
     ) -> None:
         self.checkpoints, self._devices, self._grace, self._written = checkpoints, devices, grace, written
-        self._keeper_memory, self._on_cpu = memory, all(device.type == "cpu" for device in devices)
+        self._use_memory, self._local_ranks = memory, local_ranks
+        self._on_cpu = all(device.type == "cpu" for device in devices)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._thread.submit(int)  # starts it: later the system may have no more threads
         self._work: Future[float] | None = None
@@ -132,8 +136,13 @@ class Saver:
 
     def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
+        if not self._use_memory:
+            return False
+        size = sum(tensor.nbytes for tensor in named_tensors(captured).values())
+        if size * (self._local_ranks if kind == "snapshot" else 1) > memory_left():
+            return False  # the kernel would kill ranks
         facts = facts_of(self.checkpoints, captured["step"], metrics, kind)
-        return self._keeper_memory and rank_memory.store(partial(torch.save, captured), facts)
+        return rank_memory.store(partial(torch.save, captured), facts)
 
     def _newest_on_disk(self) -> int:
         """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory."""

@@ -21,6 +21,7 @@ The same rank must not compute its micro-batch again: a fault that is always the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -122,8 +123,8 @@ class Verification:
                 the same bits twice.
         """
         self.again = False
-        if self._sure < 0:
-            self._sure = self._state.step
+        if self._sure < 0:  # an attempt may begin between two comparisons
+            self._sure = self._state.step // self._every * self._every if self._every else self._state.step
         if self.verifies(step):
             with activity.during(VERIFICATION):
                 self._state.settle()
@@ -232,19 +233,21 @@ class Verification:
             line: why.
             unfit: ranks whose state is wrong in any case.
         """
-        unfit = unfit if self._state.step == self._sure else range(self.world.world_size)
-        if 0 in unfit and self._attempt.lead:
+        everywhere = self._state.step != self._sure
+        unfit = range(self.world.world_size) if everywhere else unfit
+        if self.world.local_rank == 0 and (everywhere or self.world.rank in unfit):
             self._set_doubtful_aside()
         self.world.gather(None)  # the others save afterwards
         raise (Unfit if self.world.rank in unfit else Ended)(line)
 
     def _set_doubtful_aside(self) -> bool:
-        """On rank 0: set aside checkpoints that may be those of a wrong state; whether there were any."""
+        """Set aside checkpoints on this node that may be those of a wrong state; whether there were any."""
         self._checkpointer.take_result()
         last = self._sure - (self._state.step == self._sure)
         wrong = [path for path in self._checkpointer.saver.checkpoints.all() if step_of(path) > last]
         for path in wrong:
-            set_aside(path, WRONG)
+            with contextlib.suppress(FileNotFoundError):  # nodes may share the folder
+                set_aside(path, WRONG)
         return bool(wrong)
 
     def _report(self, step: int, found: str, suspects: Sequence[int], who: Sequence[Who], sure: bool) -> str:

@@ -6,6 +6,7 @@ copied into the memory of the previous one, and written from there while the tra
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..common.deadlines import FOREVER, left
+
+log = logging.getLogger(__name__)
 
 Keys = tuple[object, ...]
 """The keys and indices that lead to a tensor in a tree."""
@@ -67,7 +70,11 @@ class Staging:
         if memory.numel():
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             portable = 1  # for all GPUs
-            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+            try:
+                torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+            except RuntimeError as error:  # a limit on locked memory, say: copies are slower then, and as right
+                log.warning("cannot page-lock %.1f MB for checkpoints: %s", memory.nbytes / 1e6, error)
+                return
             self._memory = memory  # must outlive its registration
             weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
