@@ -59,8 +59,7 @@ def own_and_again(path: Path, sticky: bool) -> tuple[dict[str, int], dict[str, i
     plan, alone = Plan(8, 8, 8, 1), World(0, 0, 1, 1, torch.device("cpu"), launched=False)
     torch.manual_seed(0)
     state, batch = State(torch.nn.Linear(6, 3), []), torch.randn(8, 6)
-    made = VerifiedLoss(lambda network, batch: network(batch).square().mean(), state, alone, plan)
-    made.connect(Every())
+    made = VerifiedLoss(Every(), lambda network, batch: network(batch).square().mean(), state, alone, plan)
     for given in made.micro_batches(Step(0, plan.micro_batches(0), iter([batch]))):
         made.backward(made(given))
     return on_host(made.mine), made.compute_again(made.kept)

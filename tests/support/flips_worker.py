@@ -51,10 +51,9 @@ class Side:
             with autocast("bf16", "cpu"):
                 return task.loss(network, batch)
 
-        self.model = VerifiedLoss(loss, self.state, world, sampler.plan, Config(reduce="tree"))
         nobody: Any = SimpleNamespace(config=config, world=world, status={}, lead=None, say=lambda _: None)
         self.verification = Verification(nobody, self.state, nobody)
-        self.model.connect(self.verification)
+        self.model = VerifiedLoss(self.verification, loss, self.state, world, sampler.plan, Config(reduce="tree"))
 
     def attempts(self) -> Iterator[bool]:
         """Try a step for each next(), again until it is committed; yields whether it was."""

@@ -38,7 +38,7 @@ class EndedForGood(Ended):
 
 
 class Unfit(Ended):
-    """Ended on a rank whose state may be wrong and must not be saved."""
+    """Ended on a rank whose state may be wrong and must not be saved; the others raise `Ended` with the same text."""
 
 
 class EndedHere(Ended):
@@ -76,8 +76,8 @@ def seen_at(method: Any) -> Iterator[None]:
         yield
     except (Ended, Refusal) as error:
         code = getattr(inspect.unwrap(method), "__code__", None)
-        of_a_text = type(error) in (Ended, EndedForGood, EndedHere, Uncollated, Refusal)
-        if not (of_a_text and code and owner(code.co_filename) == "user"):
+        made_of_text = type(error) in (Ended, EndedForGood, EndedHere, Uncollated, Refusal)  # not those with more data
+        if not (made_of_text and code and owner(code.co_filename) == "user"):
             raise
         raise type(error)(f"{error}; see {code.co_filename}:{code.co_firstlineno}") from error.__cause__
 

@@ -116,7 +116,7 @@ def loader(
 
 
 def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> Loader | None:
-    """Start the loader processes of the training data, which wait for :meth:`Loader.take`; None for no processes.
+    """Start the loader processes of the training data, which wait for `Loader.set_sampler`; None for no processes.
 
     Call this before the state is loaded: otherwise the first step would copy every page of it that is shared with a
     loader process, and that process would keep the old pages for as long as it lives.
@@ -167,7 +167,9 @@ class _AllEpochs:
 class Loader(DataLoader[Any]):
     """A `DataLoader` whose workers end with this process, although they ignore SIGTERM.
 
-    With `_AllEpochs` its workers go on from one epoch to the next, if the sampler is set to the next epoch.
+    A stream is one pass of the workers. With `_AllEpochs` it goes on from one epoch to the next: when an epoch was read
+    to its end, the loader keeps the stream for an iteration that begins there. For one that begins elsewhere (other
+    shares) the workers start a new stream, and what they have loaded ahead is dropped.
 
     On Linux they are forks of this process on every version of Python. From 3.14 on the default is a server that forks
     them: a data set would have to be pickled, each start would import torch, and the signals that Slurm sends to all
@@ -177,6 +179,7 @@ class Loader(DataLoader[Any]):
     _stream: Iterator[Any] | None = None
     """Batches of the next epoch, if the last one was read to the end."""
     _stream_at: tuple[Any, ...] = ()
+    """Where it begins: epoch, step in it, and the ranks' shares."""
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, **options: Any) -> None:
         chosen = multiprocessing.get_start_method(allow_none=True)
@@ -185,7 +188,7 @@ class Loader(DataLoader[Any]):
         options |= {"collate_fn": _unchanged, "worker_init_fn": outlive_signals}
         super().__init__(dataset, num_workers=num_workers, **options)
 
-    def take(self, sampler: ElasticSampler) -> Loader:
+    def set_sampler(self, sampler: ElasticSampler) -> Loader:
         """Load this sampler's micro-batches from here on, in the processes that :func:`start_workers` has started."""
         assert isinstance(self.batch_sampler, _AllEpochs)
         self.batch_sampler.sampler = sampler

@@ -1,8 +1,8 @@
 """Global batch -> micro-batches -> ranks: the arithmetic of a run.
 
 An epoch of N samples is a sequence of positions 0 .. N-1 (`shuffle` maps a position to a sample). Step s of
-an epoch has positions s*G .. (s+1)*G, the last step the rest. A step is cut into micro-batches: of a fixed size with a
-smaller last one, or into a fixed number of nearly equal ones. With --batch-tokens a full step is a fixed number of
+an epoch has positions s*G .. s*G + G-1, the last step the rest. A step is cut into micro-batches: of a fixed size with
+a smaller last one, or into a fixed number of nearly equal ones. With --batch-tokens a full step is a fixed number of
 micro-batches of different sizes (`token_batches`). The number of ranks and their speeds enter only in `shares` and
 `assigned`, and may differ at every step.
 
@@ -60,8 +60,8 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
-    """The maximum number of samples of a micro-batch. In an epoch's short last step a single sample joins another
-    micro-batch if cut by count, as BatchNorm needs two: at a maximum of 2, 5 samples make 3 and 2."""
+    """The number of samples of the largest micro-batch of a full step. Of an epoch's short last step, cut by count, one
+    may be larger by one, because BatchNorm needs two: 5 samples make 3 and 2, not 2, 2 and 1."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0

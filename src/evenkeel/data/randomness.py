@@ -45,8 +45,8 @@ def seed_task(seed: int, purpose: str) -> None:
         purpose: "data" for all data sets, so that methods which split the same data at random get parts that do
             not overlap; "weights" for the model; for other methods their names.
     """
-    seed_host(derive(seed, purpose))
-    torch.manual_seed(derive(seed, purpose))
+    seed_host(derived := derive(seed, purpose))
+    torch.manual_seed(derived)
 
 
 def seed_computation(seed: int, devices: Iterable[torch.device]) -> None:

@@ -107,7 +107,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        # no step has more micro-batches than the first, which alone is looked at: an endless data set has too many
+        # look at the first step only: no other has more micro-batches, and a stream has too many steps
         if not steps or not self.micro_batches(steps.start):
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))

@@ -55,9 +55,9 @@ class Exchange:
         """How many of the n numbers each rank owns."""
 
     def send_chunks(self, sums: Sequence[Tensor], shares: Sequence[range]) -> Any:
-        """Begin to send each rank its chunk of this rank's `sums`, each of shape [n]; returns a handle."""
+        """Begin to send each rank its chunk of this rank's partial `sums`, each of shape [n]; returns a handle."""
         mine = self.chunks[self.world.rank]
-        if shares is not self._shares:  # few differ between steps, and on a thousand ranks this takes milliseconds
+        if shares is not self._shares:  # nearly all steps pass the same; for a thousand ranks this takes milliseconds
             nodes = [list(subtrees(leaves)) for leaves in shares]
             self._shares, self._counts = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
@@ -67,7 +67,8 @@ class Exchange:
         return dist.all_to_all_single(received, sent, [count * mine for count in self._counts], sizes, async_op=True)
 
     def send_sums(self, out: Tensor) -> Any:
-        """Fold the chunks that this rank got, and begin to send it to all; the sum will be in `out`, [n]."""
+        """Fold the chunks that this rank got, and begin to send the total of its chunk to all. The total of all chunks
+        will be in `out`, [n]."""
         mine, ranks = self.chunks[self.world.rank], self.world.world_size
         sent = self._memory.get("sent", ranks * mine, self._like)
         if mine:

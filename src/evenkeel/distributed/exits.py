@@ -53,7 +53,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return main() or 0
     except Ended as ended:
         line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
-        # rank 0 may know more than the first one, such as which ranks are missing, but not of the data
+        # rank 0 may know more than the first one (which ranks are missing), but nothing about a bad sample of another
         first = fails_first(line, or_otherwise=rank_0 and not isinstance(ended, Uncollated))
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
@@ -93,9 +93,9 @@ def _comes_again(error: BaseException, line: str) -> bool:
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
     if keeper_link.has_sent("progress") or not (alone and is_mistake(error)):
         return False
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    restarts_left = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
     found = type(error) is Uncollated or (type(error) is EndedHere and not error.__cause__)
-    return (failed_before(line) and failed_alike(line)) or (found and restarts)
+    return (failed_before(line) and failed_alike(line)) or (found and restarts_left)
 
 
 def _failed(for_good: bool) -> int:
@@ -134,7 +134,7 @@ def leave(code: int) -> NoReturn:
     Does not shut down the interpreter: gloo's threads may still be releasing a collective, which once in some hundred
     runs aborted the process (exit code -6), and torchrun would restart a finished run.
     """
-    if not keeper_link.has_sent("lost"):  # else the next fork misses what they delete
+    if not keeper_link.has_sent("lost"):  # after a lost rank the next fork needs the files that they delete
         atexit._run_exitfuncs()
     leave_nothing()
     flush()

@@ -47,7 +47,7 @@ class Reduction:
         return False
 
     def accumulate(self, micro_batch: int) -> None:
-        """Add the gradient of a micro-batch, which is in ``.grad``, to this rank's sum; another micro-batch follows."""
+        """Add the gradient of a micro-batch to this rank's sum, if ``.grad`` is not that sum; another one follows."""
 
     def end(self) -> None:
         """Finish the step after the last backward pass; raises what went wrong in a thread of the reduction."""
@@ -163,7 +163,7 @@ class TreeReduction(Reduction):
     def _taken(self) -> list[Tensor]:
         """Take the gradients out of ``.grad``; zeros where there is none."""
         used = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
-        # without `unused`, as with DDP, the last micro-batch must have a gradient of each parameter
+        # without `unused` the last micro-batch must have a gradient of each parameter, as with DDP
         self._used = self._used | used if self.unused else used
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for parameter in self.parameters:
@@ -182,7 +182,7 @@ class TreeReduction(Reduction):
             flat = self._memory.get(kind, sum(p.numel() for p in parameters), parameters[0])
             sums = [[gradients[self._place[p]] for p in parameters] for _, gradients in fold.sums]
             exchange = self._exchange_for(kind, flat)
-            exchange.send_chunks(self._rows(kind, flat, parameters, sums), self._shares).wait()
+            exchange.send_chunks(self._flat(kind, flat, parameters, sums), self._shares).wait()
             exchange.send_sums(flat).wait()
             totals.update(zip(parameters, _views(flat, parameters), strict=True))
         asked.wait()
@@ -205,7 +205,7 @@ class TreeReduction(Reduction):
             future.set_result(buffer)
             return future
         key = bucket.index(), buffer.numel()
-        flat_sums = self._rows(key, buffer, parameters, [values for _, values in fold.sums])
+        flat_sums = self._flat(key, buffer, parameters, [values for _, values in fold.sums])
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
         exchange = self._exchange_for(key, buffer)
         self._pipeline.put(FullBucket(exchange, flat_sums, self._shares, buffer, ready, future, bucket.is_last()))
@@ -236,7 +236,7 @@ class TreeReduction(Reduction):
             fold.push(Node(0, leaves[-1]), last)
         return fold
 
-    def _rows(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
+    def _flat(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
         """Lay out each of the sums in a flat tensor; the last one in `flat`. If that is a bucket it is there already,
         because `_add` adds up in the memory of the last micro-batch's gradients."""
         if not sums:

@@ -132,7 +132,7 @@ class World:
             # the watch for hangs end it instead
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store = job_store(self.rank, self.world_size, timeout + delay)
-        # while ranks start again in place, torchrun does not notice a lost node
+        # while ranks start again in place, torchrun notices no lost node; so wait less
         start_timeout = min(timeout, RESTART_TIMEOUT) if keeper_link.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, start_timeout + delay)
         if not keeper_link.has_keeper():

@@ -200,7 +200,7 @@ class Keeper:
         """Pass a stop signal on to the trainer, which may have received it itself: as one of its process group."""
         self._record_stop(number)
         self._read_messages()
-        # the store may have kept this process for long, so a trainer that has got it would count it as another
+        # this process may have waited for the store; a trainer that has the signal would take this for a second one
         if self._exit_time or "stop" not in self._messages:
             os.kill(pid, number)
 
@@ -271,8 +271,8 @@ class Keeper:
 
     def _handle_end(self, code: int) -> bool:
         """Handle a trainer's end: report this rank's death to the other keepers, and return whether to fork another
-        trainer, by the first row that fits. Below "finished", a "yes" is a "no" after --keeper-restarts without
-        progress, or if the other keepers cannot be told of the death.
+        trainer, by the first row that fits. The last two "yes" also need progress within --keeper-restarts, and the
+        other keepers, who must learn of the death.
 
         a stop signal; refused input; the store in which ranks meet is gone     no
         finished                         only if another rank has died, which cannot finish without this one
@@ -299,7 +299,8 @@ class Keeper:
             _say(f"{death or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
             return False
         if death and not self._peers.report_death(death):
-            return False  # the others would wait for this rank
+            _say(f"{death}, and the other keepers cannot be told of it; torchrun decides")
+            return False  # they would wait for this rank
         self._without_progress += 1
         if death:
             _say(f"{death}; all ranks restart in place, without torchrun")
@@ -316,16 +317,16 @@ class Keeper:
 
     def _end(self, code: int) -> NoReturn:
         """End this process as its trainer has ended, which has run all exit handlers."""
-        # after a stop signal it may be torchrun that waits for this process, because another rank has refused
-        ending = self._stop_time and os.environ.get("LOCAL_RANK", "0") != "0"
-        if code == REFUSED and "refusal" in self._messages and not ending:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # else the agent waits for this process
+        # another rank has refused: torchrun stops this one, and waits for its end
+        agent_stops_us = self._stop_time and os.environ.get("LOCAL_RANK", "0") != "0"
+        if code == REFUSED and "refusal" in self._messages and not agent_stops_us:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the agent would wait for this process
             refuse(self._messages["refusal"])
         if code:
             self._peers.report_end()
         if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
             give_up()
-        # a trainer ends so at a second Ctrl-C; one that has not sent --grace, at the first: it handled no signals yet
+        # a trainer ends so at a second Ctrl-C; at the first, if it has not sent --grace: it handles no signals yet
         if code == KEYBOARD and "grace" in self._messages:
             self._exit_time = self._exit_time or time.monotonic()
         if not self._await_written():

@@ -135,7 +135,7 @@ class Attempt:
         if (reason := why()) == REGROUPING:
             return
         if (mine := self._directory) and mine.recorded:
-            # after a restart the state may be in memory alone, and "stopped" without a checkpoint means untrained
+            # after a restart the state may be in memory only, and "stopped" would make the run look untrained
             state: RunState = "stopped" if mine.attempts == 1 else "running"
             with contextlib.suppress(OSError):
                 mine.update(state, reason=reason, **crash_loop.CLEARED)
@@ -170,7 +170,7 @@ class Attempt:
         # refuse before the run is written. Options first: data and cut depend on them, and bits on the cut
         self._refuse_other_options()
         self.data.compare(nodes.newest)
-        cut_line = self._settle_cut(nodes, find_micro_batch)
+        cut_line = self._decide_cut(nodes, find_micro_batch)
         self._refuse_other_bits(nodes)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(nodes)
@@ -182,7 +182,7 @@ class Attempt:
             return True
         self._start_logging(status)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
-        self._end_crash_loop(status)
+        self._check_crash_loop(status)
         self._start_tracking(cut_line)
         for line in filter(None, self._notices):
             log.warning("%s", line)
@@ -199,7 +199,8 @@ class Attempt:
         options, alike = everywhere[0]
         for rank, (typed, here_alike) in enumerate(everywhere):
             other = [(name, value, here_alike[name]) for name, value in alike.items() if here_alike[name] != value]
-            for name, first, here in [*changed_options(options, typed, self.harmless), *other]:
+            if differing := [*changed_options(options, typed, self.harmless), *other]:
+                name, first, here = differing[0]
                 raise Refusal(
                     f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
                 )
@@ -282,7 +283,7 @@ class Attempt:
                 "free space or fix that, and run the same command again"
             )
 
-    def _settle_cut(self, nodes: NodeRecords, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
+    def _decide_cut(self, nodes: NodeRecords, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
         """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
 
         The same on all ranks, whichever node has the run's folder. Sets `config`, `plan`, what options and fingerprint
@@ -309,7 +310,7 @@ class Attempt:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps
         return status.get("state") == "finished" and bool(over)
 
-    def _end_crash_loop(self, status: dict[str, Any]) -> None:
+    def _check_crash_loop(self, status: dict[str, Any]) -> None:
         if not (reason := crash_loop.reason_to_end(status)):
             return
         if self._directory:

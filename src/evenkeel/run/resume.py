@@ -76,19 +76,19 @@ class Resume:
             manifest, saved = newest_rows(self._world, state.sharding, saver, self._config.replicate > 0)
         else:
             manifest, saved = self._newest()
-        self._settle_bits(manifest)
+        self._compare_bits(manifest)
         if manifest:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
             self._other_best = state.stopping.resume_from(manifest.best_by)
         else:
-            self._refuse_to_begin(sharded=bool(state.sharding))
+            self._check_may_begin(sharded=bool(state.sharding))
         self._provenance.best_by = state.stopping.best_by
         rank_memory.discard_previous()
         activity.enter(START_UP, "first step")
 
-    def _refuse_to_begin(self, sharded: bool) -> None:
-        """Refuse to begin at step 0 if that would silently give up what was trained, or if the weights are missing."""
+    def _check_may_begin(self, sharded: bool) -> None:
+        """A run without a checkpoint begins at step 0; refuse if it had one, or if its first weights are missing."""
         damaged = self._world.gather(next(map(str, self._checkpoints.folder.glob(f"{DAMAGED}*")), ""))
         if first := next(filter(None, damaged), ""):
             raise Refusal(
@@ -131,7 +131,7 @@ class Resume:
         with folder_locked(folder, time.monotonic() + WRITER_TIMEOUT, fcntl.LOCK_SH):
             pass
 
-    def _settle_bits(self, manifest: Manifest | None) -> None:
+    def _compare_bits(self, manifest: Manifest | None) -> None:
         """Compare the bits as :func:`compare_bits`, and set what later manifests say: rank 0's fingerprint, and from
         which step they may differ."""
         present = self._world.gather(self._provenance.fingerprint)

@@ -63,7 +63,7 @@ WEIGHTS_PER_SECOND = 2e7
 """Weights that a slow CPU initialises in a second."""
 
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
-"""After so many steps of an attempt the data, the task's state and memory are checked: the cost of that vanishes."""
+"""Steps of an attempt after which data, the task's state and memory are checked: more and more rarely."""
 
 
 class Run:
@@ -140,7 +140,7 @@ class Run:
                 # after `begin`, which opens the logs
                 warn_of_full_weights(state, world, why_not_meta)
                 interruption.rescue_with(run.ending.stopped)
-                # the watch outlives the rescue, because `_finish_or_rescue` leaves first
+                # in the outer stack: inner contexts end first, so it still watches during the rescue
                 with ExitStack() as stack, run._finish_or_rescue(interruption):
                     run._resume()
                     stack.enter_context(run._watched(store, interruption))
@@ -200,14 +200,12 @@ class Run:
             refuse_single_samples(config, loss, self.state.model, self.plan, self.world, train_set)
         elif of_whole_batches(self.task):
             loss = WholeBatch(self.task.embed, self.task.batch_loss)
-        made = (VerifiedLoss if self.verification.needed else DistributedLoss)(
+        kind = partial(VerifiedLoss, self.verification) if self.verification.needed else DistributedLoss
+        return kind(
             loss, self.state, self.world, self.plan, config, network=network,
             unused=self.task.unused_parameters, collectives=self.task.collectives,
             arrivals=self.step_log.arrivals, balance=self.step_log.balance,
         )  # fmt: skip
-        if isinstance(made, VerifiedLoss):
-            made.connect(self.verification)
-        return made
 
     def steps(self) -> Iterator[Step]:
         """The remaining steps, each with this rank's micro-batches: every position of an epoch's order once.
@@ -221,7 +219,7 @@ class Run:
         how: Assignment = "dealt" if state.sharding else "share"
         sampler = ElasticSampler.of_run(plan, train_set, config.seed, world.world_size, world.rank, how)
         if self._started_loader is not None:  # its length is 0 until it has a sampler
-            batches = self._started_loader.take(sampler)
+            batches = self._started_loader.set_sampler(sampler)
         else:
             batches = loader(train_set, sampler, "train", config.num_workers, world.device)
         self.evaluator.prepare()
@@ -236,6 +234,7 @@ class Run:
         return profiled(steps, config, state, world, self.path)
 
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
+        # each turn starts at the committed step: at an epoch's, or one to be computed again or with other shares
         loaded = -1  # the epoch whose refreshed data `batches` has
         while not self.state.is_over():
             epoch, first_step = self.plan.locate(self.state.step)
@@ -313,8 +312,8 @@ class Run:
 
 
 def _built(config: Config, task: Task) -> tuple[Attempt, State, str]:
-    """The attempt and the state before its first step, by what this node knows; no other rank is needed. With the
-    reason why the model's weights are not on the meta device, if there is one."""
+    """The attempt and the state before its first step, from this node's records alone. Also why the model's weights are
+    not on the meta device; "": they are, or need not be."""
     # this node's copy of the run; `Attempt.begin` compares those of all nodes
     recorded = {} if config.fresh else recorded_options(config.run_dir)
     world, sets = prepare(config, task, recorded)
@@ -337,12 +336,12 @@ def _plan_of(config: Config, train_set: SizedDataset) -> Plan:
 
 
 def _timeouts(config: Config, ranks: int, state: State) -> tuple[timedelta, timedelta]:
-    """The two of `World.connected`: of a collective, and by how much later rank 0 may come."""
+    """The two of `World.connected`: of a collective, and by how much later rank 0 may come. A collective's explains
+    nothing, so the watch for hangs must come first, however long it waits for a rank that compiles or writes."""
     sharded, weights = config.shard != "off", sum(it.numel() for it in state.parameters)
-    # it writes weights, two moments and an average, in 4 bytes each; in a sharded run its rows of them
+    # a rank writes weights, two moments and an average, in 4 bytes each; in a sharded run its rows of them
     writing = 4 * 4 * weights / (shard_size(config, ranks) if sharded else 1) / SLOWEST
-    # a collective's time-out explains nothing, so the watch for hangs, which has patience with both, must come earlier
     longest = max(600, config.hang_timeout) + 300 + max(COMPILE_TIMEOUT if config.compile else 0.0, writing)
     # in a sharded run rank 0 initialises all weights, while the others wait for it
-    drawing = weights / WEIGHTS_PER_SECOND if sharded else 0.0
-    return timedelta(seconds=longest), timedelta(seconds=drawing)
+    initialising = weights / WEIGHTS_PER_SECOND if sharded else 0.0
+    return timedelta(seconds=longest), timedelta(seconds=initialising)

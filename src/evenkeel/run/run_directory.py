@@ -80,7 +80,7 @@ class RunDirectory:
         """Move the run in the folder aside. One that has trained nothing stays, and its logs go on.
 
         Args:
-            tokens: the `launch_token` of every rank. torchrun's own restart count stays 0 when a node joins.
+            tokens: the `launch_token` of every rank. torchrun's restart count would not do: it stays 0 if a node joins.
 
         Returns:
             A line about it; "" if there is no run, or if this launch has begun it and only restarts.
@@ -119,6 +119,7 @@ class RunDirectory:
                 return
             if reason := facts.get("reason"):  # may name a file that is not in UTF-8
                 facts["reason"] = reason.encode(errors="backslashreplace").decode()
+            # the pid is that of what restarts rank 0: torchrun's agent or a keeper
             self.status |= {"host": socket.gethostname(), "pid": restarter(), "time": time.time()} | facts
             self._make_again()
             write_json(self.path / "status.json", self.status | {"state": state})
@@ -208,18 +209,18 @@ def _lock(path: Path, timeout: float) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
     file = (path / ".lock").open("ab")
     silent = min(1.0, timeout)  # seconds before it says that it waits; a dying predecessor needs less
-    if _take(file, path, time.monotonic() + silent):
+    if _try_lock(file, path, time.monotonic() + silent):
         return file
     holder, _ = read_facts(path / "status.json")
     where = f"--run-dir {near(path)}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     if timeout > silent:
         say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s for it to end", to_stderr=True)
-    if not _take(file, path, time.monotonic() + timeout - silent):
+    if not _try_lock(file, path, time.monotonic() + timeout - silent):
         raise Refusal(f"{where}; stop that job or name another folder")
     return file
 
 
-def _take(file: IO[bytes], path: Path, until: float) -> bool:
+def _try_lock(file: IO[bytes], path: Path, until: float) -> bool:
     """Lock the file, but not between the death of another job's rank 0 and its restart."""
     while taken := lock(file, until):
         if not restarts_elsewhere(read_facts(path / "status.json")[0]):

@@ -13,6 +13,7 @@ from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import Step
 from ..training.digest import bit_sum, on_host
 from ..training.distributed_loss import DistributedLoss
+from ..training.loss import LossFunction
 from ..training.whole_batch import cloned
 from .bit_flips import BitFlips
 
@@ -34,21 +35,25 @@ class Verifier(Protocol):
 
 
 class VerifiedLoss(DistributedLoss):
-    """Made as a `DistributedLoss`; then :meth:`connect` it.
+    """A `DistributedLoss` whose steps are compared before they are committed.
+
+    Args:
+        verification: compares them.
+        loss, more: of a `DistributedLoss`.
 
     Attributes:
         kept: this rank's first micro-batch, in a step that is verified.
         mine: digests of what it contributes, still on the device.
     """
 
-    def connect(self, verification: Verifier) -> None:
-        """Have each step compared before it is committed."""
+    def __init__(self, verification: Verifier, loss: LossFunction, *more: Any, **options: Any) -> None:
+        super().__init__(loss, *more, **options)
         self._verification, self._flips = verification, BitFlips.planted(self.world.rank, self._learning)
         self._named_parameters = {id(p): name for name, p in self.state.model.named_parameters()}
         self._awaited = self._open = self._due = False
         self.kept: Given = None
         self.mine: dict[str, Tensor] = {}
-        self.reduction.before_reduction = self._take
+        self.reduction.before_reduction = self._digest
 
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """As of any loss."""
@@ -65,8 +70,8 @@ class VerifiedLoss(DistributedLoss):
                 self.kept = micro_batch, cloned(batch) if self.world.device.type == "cpu" else batch
         return super()._begin_pass(micro_batch, batch, last)
 
-    def _take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Take gradients before they are reduced; nothing from other passes than that of the first micro-batch."""
+    def _digest(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Take digests of gradients before they are reduced, in the pass of the first micro-batch only."""
         if self._open and self._flips:
             self._flips.strike(parameters, gradients)
         if self._open and self._due:
@@ -76,7 +81,7 @@ class VerifiedLoss(DistributedLoss):
         packed = super()._pack()
         if self._open:
             if not (self._pass.last and self.reduction.hooked):  # otherwise the hook has done so
-                self._take(self._learning, [parameter.grad for parameter in self._learning])
+                self._digest(self._learning, [parameter.grad for parameter in self._learning])
             self._open = False
             if self._due:
                 self.mine[REST] = bit_sum(packed)

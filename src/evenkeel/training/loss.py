@@ -53,8 +53,8 @@ class Loss(nn.Module):
         # not in `forward`, because a replica of DataParallel has no parameters
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._idle: nn.Parameter | None = None
-        """The parameter an idle rank uses. Zeros for parameters that no rank has used would count as gradients, and
-        momentum would change the parameters. DDP tells ranks which parameters the others have used."""
+        """With `unused`, the parameter whose zero an idle rank returns. A zero of the model's parameters would count as
+        their gradient, also of those that no rank has used, and momentum would change them."""
         if unused:
             zeros = (p.new_zeros(()) for p in self.model.parameters() if p.requires_grad)
             self._idle = nn.Parameter(next(zeros, torch.zeros(())))
@@ -67,7 +67,8 @@ class Loss(nn.Module):
                 return self._idle * 0
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
-        checks_backward = not (self.parts or self._has_gradients())  # once; model() may have left some
+        first_call = not self.parts
+        checks_backward = first_call and not self._has_gradients()  # model() may have left some
         with self.computing("loss()") as model:  # here, so that every replica has it
             returned = self.function(model, batch, **({"step": self.step} if self._takes_step else {}))
         with seen_at(self.function):
@@ -76,7 +77,7 @@ class Loss(nn.Module):
             loss, parts = checked_losses(returned)
             if hasattr(loss, "to_local"):
                 raise of_divided_weight()
-            if not self.parts:
+            if first_call:
                 self.parts.append(tuple(parts))
             same_parts(self.parts[0], tuple(parts))
         loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss

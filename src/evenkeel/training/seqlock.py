@@ -9,8 +9,9 @@ after it. The order of a copy (`State.begin_capture`), and what makes it safe:
 3. :meth:`Seqlock.wait`: the devices have finished the last commit, or they hang.
 4. ``done``, then all other tensors, then ``begun`` are copied, on a stream of their own (`Staging.place`). If the
    numbers differ and the devices seemed to hang, 3 and 4 are done again, until the deadline.
-5. The lock is released. If the numbers are equal, the copy is the complete state of that step: its commit was over
-   before the copy, and the next one had not begun after it. Else plain data is newer; `State` decides if that matters.
+5. The lock is released. If the numbers differ, the copy is torn. If they are equal, its tensors are those of that step:
+   its commit was over before the copy, and the next one had not begun after it. If the step noted in 2 is a later one,
+   the plain data is newer than the tensors, and `State._check_one_step` decides whether that matters.
 
 Forward and backward passes change nothing that is copied. So a checkpoint's thread does 3 to 5 (`Saver`) while the main
 thread computes the next step; only the commit of that waits.

@@ -177,7 +177,7 @@ class State:
                 self.average.update(self.step + 1, nonfinite)
             self.step += 1
         self._verdict.ask(failed)
-        # where the answer is known, at once: if the step is undone, `queued` is ahead of the device until then
+        # at once, if the answer is here: until then an undone step leaves `queued` ahead of the device
         if self._verdict.known or skip is True:
             self.settle()
         activity.step = self.step
@@ -281,7 +281,8 @@ class State:
             learned = self.model.state_dict(keep_vars=True) | learned
         live = {
             "done": self._seqlock.done,
-            "model": {name: learned[name].detach() for name in self._saved_names},  # here: that of a DTensor is slow
+            # detached after `local_rows`, because to detach a DTensor is slow
+            "model": {name: learned[name].detach() for name in self._saved_names},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._optional_parts(),
         }
