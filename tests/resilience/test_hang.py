@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import select
+import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -12,13 +14,15 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from evenkeel.common import keeper_link
 from evenkeel.distributed.world import World
 from evenkeel.resilience.beats import Beat, blamed, describe
 from evenkeel.resilience.diagnosis import Diagnosis
 from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.interruption import Resident
+from evenkeel.run.tracking import start_logs
 from tests.support import processes
-from tests.support.processes import read, wait_until
+from tests.support.processes import read, start, wait_until
 from tests.training.test_staging import Training
 
 
@@ -72,6 +76,63 @@ def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) ->
     wait_until(lambda: read(training.run.path, "status.json")["state"] == "failed", "the end")
     assert training.saved(1)
     assert "no progress for 600 s" in read(training.run.path, "status.json")["reason"]
+
+
+STUCK = """
+import sys, torch
+from pathlib import Path
+from evenkeel.distributed.world import World
+from evenkeel.resilience.interruption import Resident
+from tests.resilience.test_hang import full_pipe
+from tests.training.test_staging import Training
+
+training = Training(Path(sys.argv[1]), World(0, 0, 1, 1, torch.device("cpu"), launched=False))
+training.step()
+training.run._watched(None, Resident(1.0))
+full_pipe(training.run.attempt.logs / "rank-0.stacks.txt")
+training.run.ending.hung()
+"""
+
+
+def full_pipe(path: Path) -> int:
+    """Make a file that opens, but whoever writes waits, as on a disk that hangs, until what is returned is closed."""
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(1 << 12))
+    return pipe
+
+
+def test_a_disk_that_hangs_under_the_stacks_does_not_stop_the_rank(tmp_path: Path) -> None:
+    """faulthandler lets no other thread run while it writes."""
+    process = start([sys.executable, "-c", STUCK, tmp_path / "run"])
+    try:
+        wait_until(lambda: (tmp_path / "run" / "status.json").exists(), "the start")
+        wait_until(lambda: read(tmp_path / "run", "status.json")["state"] == "failed", "the end", limit=30)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_disk_that_hangs_under_the_log_does_not_keep_a_hang_from_the_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    training = Training(tmp_path / "run", world)
+    training.step()
+    training.run._watched(None, Resident(1.0))
+    disk, (keeper, link) = full_pipe(tmp_path / "rank-0.log"), os.pipe()
+    start_logs(tmp_path, world)
+    monkeypatch.setattr(keeper_link, "_keeper", keeper_link._Keeper(link, 0, 0))
+    threading.Thread(target=training.run.ending.hung, daemon=True).start()
+    try:
+        wait_until(lambda: select.select([keeper], [], [], 0)[0], "the message", limit=20)
+        assert os.read(keeper, 99) == b"hang \n"
+        wait_until(lambda: read(training.run.path, "status.json")["state"] == "failed", "the end")
+    finally:
+        os.close(disk)
+        start_logs(tmp_path / "other", world)
 
 
 @pytest.mark.parametrize("leaves", [True, False])

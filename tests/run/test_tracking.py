@@ -160,7 +160,7 @@ def test_a_log_on_a_full_disk_does_not_flood_stderr(run_dir: Path, capsys: pytes
     start_logs(run_dir, World(0, 0, 1, 1, torch.device("cpu"), launched=False))
     package = logging.getLogger("evenkeel")
     (file,) = [handler for handler in package.handlers if isinstance(handler, logging.FileHandler)]
-    file.close()
+    file.stream.close()
     file.stream = FullDisk()  # type: ignore[assignment]
     package.error("loud")
     assert capsys.readouterr().err == "evenkeel: ERROR: loud\n"

@@ -9,10 +9,12 @@ import logging
 import os
 import signal
 import socket
+import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 from ..common import keeper_link
 from ..common.display import near, say
@@ -32,7 +34,8 @@ this process."""
 
 
 class Diagnosis:
-    """Writes this rank's stacks and finds out which rank is where, in a thread that starts at once.
+    """Writes this rank's stacks and finds out which rank is where, in two threads that start at once: the disk of the
+    stacks may be what hangs.
 
     Args:
         watch: the one that has raised the alarm.
@@ -50,14 +53,16 @@ class Diagnosis:
         self.outlook = Outlook(where, me, watch.first_beats[:1] if me else [], [])
         self._complete = False  # the other ranks have been asked
         self._collectives: dict[str, dict[str, Any]] = {}
-        self._thread = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the system may have no more threads, and the save comes first
-            self._thread.start()
+        self._writing = threading.Thread(target=self._write_stacks, name="stacks", daemon=True)
+        self._comparing = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
+        for thread in (self._writing, self._comparing):
+            with contextlib.suppress(RuntimeError):  # the system may have no more threads, and the save comes first
+                thread.start()
 
     def explain(self) -> str:
         """Return which rank is where, once the thread knows; the lowest live rank prints it."""
-        if self._thread.is_alive():
-            self._thread.join(STORE_TIMEOUT + 3 * self._watch.interval)
+        if self._comparing.is_alive():
+            self._comparing.join(STORE_TIMEOUT + 3 * self._watch.interval)
         text = f"no progress for {self._watch.timeout:g} s: {self.outlook.where}; stacks are in {near(self._logs)}"
         if self._world.rank == self.outlook.lowest:
             say(f"evenkeel: {text}", to_stderr=True)
@@ -79,12 +84,14 @@ class Diagnosis:
             process = stat(beat.pid) if beat.host == socket.gethostname() else None
             above = stat(process.parent) if process else None
             parents = (process and process.parent, above and above.parent)  # torchrun, or the keeper below it
-            if keeper_link.launcher() in parents:  # still that process, and of our torchrun
+            if keeper_link.launcher() in parents:  # still that process, of our torchrun
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
 
     def write_collectives(self) -> None:
-        """Write the last collectives. Must come last, because torch may hang in NCCL's too."""
+        """Write the last collectives, after the stacks. Must come last, because torch may hang in NCCL's too."""
+        if self._writing.is_alive():
+            self._writing.join()
         with contextlib.suppress(Exception):
             traces = self._collectives | flight_recorder.taken("nccl", "nccl2")
             text = json.dumps(traces, default=str)
@@ -111,12 +118,18 @@ class Diagnosis:
     def _is_frozen(self, beat: Beat) -> bool:
         return (beat.host, beat.pid) in {(each.host, each.pid) for each in self.outlook.frozen}
 
+    def _write_stacks(self) -> None:
+        """Through memory: no other thread runs while faulthandler writes, and a disk may take for ever."""
+        with contextlib.suppress(Exception), _memory_file() as memory:  # a full disk, say
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback(memory, all_threads=True)
+            memory.seek(0)
+            self._watch.stacks.write(memory.read())
+            self._watch.stacks.flush()
+
     def _diagnose(self) -> None:
         with contextlib.suppress(Exception):
             self._collectives = flight_recorder.taken("gloo")  # once a frozen rank is killed, none is pending any more
-        with contextlib.suppress(Exception):  # a full disk, say
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.dump_traceback(self._watch.stacks, all_threads=True)
         with contextlib.suppress(RuntimeError):  # the store does not answer
             self.outlook = self._compare_beats()
             self._complete = True
@@ -138,3 +151,8 @@ class Diagnosis:
         frozen = [rank for rank in still if rank not in left]
         lowest = min(beats.keys() - frozen, default=0)
         return Outlook(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
+
+
+def _memory_file() -> IO[bytes]:
+    """A file in memory; where there are none, a temporary one."""
+    return os.fdopen(os.memfd_create("stacks"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()

@@ -204,9 +204,9 @@ class Ending:
         explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
         if diagnosis.is_within_reach():  # else a frozen rank stays, and this one cannot start in place without it
             keeper_link.send("hang")
+        diagnosis.kill_frozen()  # before the record: its file system may be the cause, and torchrun waits for these
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()  # before the record, which has the seconds of each phase
-        diagnosis.kill_frozen()  # before the record: its file system may be the cause, and torchrun waits for these
         blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"
         if diagnosis.is_lowest and self._world.rank != 0:  # rank 0 is frozen, so this one records the end
             with contextlib.suppress(OSError):  # the file system may be the cause

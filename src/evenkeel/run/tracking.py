@@ -7,13 +7,16 @@ are done again and appear twice; a "start" record between them has the step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
@@ -34,14 +37,19 @@ from .trackers import FAILED, FINISHED, STOPPED, MetricsTracker, WandB, in_the_f
 
 log = logging.getLogger(__name__)
 
+LOG_TIMEOUT = 1.0
+"""Seconds that a thread which logs waits for the disk."""
+
 
 def start_logs(folder: Path, world: World) -> None:
     """Send this rank's log records to ``folder/rank-R.log``, and rank 0's warnings to stderr as well."""
     folder.mkdir(parents=True, exist_ok=True)
     package = logging.getLogger("evenkeel")
     package.setLevel(logging.INFO)
-    file = _LogFile(folder / f"rank-{world.rank}.log", encoding="utf-8", errors="backslashreplace")
+    file = _LogFile(folder / f"rank-{world.rank}.log")
     file.setFormatter(logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(name)s: %(message)s"))
+    for old in package.handlers:
+        old.close()
     package.handlers[:] = [file]
     if world.rank == 0:
         stderr = logging.StreamHandler()
@@ -62,7 +70,56 @@ def say(text: str) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that prints no traceback when the disk is full; stderr has the warnings."""
+    """A log file whose disk may hang, or be full: stderr has the warnings.
+
+    A thread of its own writes. Who logs waits until the line is there, so that none is missing after `os._exit`, but
+    not for ever: a rescue has more to do, and a rank without a heartbeat would be killed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self._lines = SimpleQueue[tuple[str, threading.Event] | None]()
+        self._last, self._writer = threading.Event(), os.getpid()  # the last line is written; 0: closed
+        self._last.set()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log a line; wait a second at most, and not at all if the one before is not there yet."""
+        if os.getpid() != self._writer:
+            if self._writer:  # a loader process, which is a fork without that thread
+                super().emit(record)
+            return
+        try:
+            line = self.format(record) + self.terminator
+        except Exception:
+            self.handleError(record)
+            return
+        before, self._last = self._last, threading.Event()
+        self._lines.put((line, self._last))
+        if before.is_set():
+            self._last.wait(LOG_TIMEOUT)
+
+    def _write(self) -> None:
+        while item := self._lines.get():
+            line, written = item
+            with contextlib.suppress(OSError, ValueError):  # full, or closed
+                if stream := self.stream:
+                    stream.write(line)
+                    stream.flush()
+            written.set()
+
+    def flush(self) -> None:
+        """Wait for the last line, a second at most: who flushes while the thread writes would wait as long as that."""
+        if self._last.wait(LOG_TIMEOUT):
+            super().flush()
+
+    def close(self) -> None:
+        """End the thread, and close the file unless the thread still waits for its disk."""
+        self._lines.put(None)
+        self._writer = 0
+        with contextlib.suppress(OSError):  # full
+            if self._last.wait(LOG_TIMEOUT):
+                super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         if not isinstance(sys.exc_info()[1], OSError):
