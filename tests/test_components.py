@@ -21,7 +21,7 @@ BUDGET = {
     "config": 595,
     "data": 3164,
     "distributed": 2528,
-    "resilience": 1824,
+    "resilience": 1841,
     "training": 6650,
     "run": 7148,
     "tasks": 2307,

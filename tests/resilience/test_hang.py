@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import select
+import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -15,8 +17,9 @@ import torch
 from torch.distributed import HashStore
 
 from evenkeel.common import keeper_link
+from evenkeel.common.processes import stat
 from evenkeel.distributed.world import World
-from evenkeel.resilience.beats import Beat, blamed, describe
+from evenkeel.resilience.beats import Beat, beat_now, blamed, describe
 from evenkeel.resilience.diagnosis import Diagnosis
 from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.interruption import Resident
@@ -148,6 +151,26 @@ def test_a_rank_that_has_finished_is_not_blamed_for_the_hang_of_another(tmp_path
         found = Diagnosis(watch)
         assert ("rank 1 does not answer any more" in found.explain()) == (not leaves)
         assert (len(found.outlook.frozen), found.is_within_reach()) == (not leaves, leaves)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_store_that_does_not_answer_is_no_proof_that_rank_0_is_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr("evenkeel.resilience.diagnosis.STORE_TIMEOUT", 0.5)
+    world = World(1, 1, 2, 2, torch.device("cpu"), launched=False)
+    with Watch(0, world, HashStore(), tmp_path, print) as watch, subprocess.Popen(["sleep", "60"]) as rank_0:
+        watch.first_beats = [replace(beat_now(world), pid=rank_0.pid), beat_now(world)]
+        if stopped:
+            rank_0.send_signal(signal.SIGSTOP)
+            wait_until(lambda: getattr(stat(rank_0.pid), "state", "") == "T", "the stop")
+        found = Diagnosis(watch)
+        assert "rank 0 does not answer any more, or the network is down" in found.explain()
+        found.kill_frozen()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank_0.wait(0.5)
+        assert rank_0.poll() == (-signal.SIGKILL if stopped else None)
+        rank_0.kill()
 
 
 def test_a_rank_that_deletes_old_snapshots_on_a_slow_disk_does_not_look_frozen(tmp_path: Path) -> None:

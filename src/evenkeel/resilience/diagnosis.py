@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import IO, Any
 
 from ..common import keeper_link
+from ..common.deadlines import left
 from ..common.display import near, say
 from ..common.processes import stat
 from . import flight_recorder
@@ -53,6 +54,7 @@ class Diagnosis:
         self.outlook = Outlook(where, me, watch.first_beats[:1] if me else [], [])
         self._complete = False  # the other ranks have been asked
         self._collectives: dict[str, dict[str, Any]] = {}
+        self._known = time.monotonic() + STORE_TIMEOUT + 3 * watch.interval  # when, if the store answers soon
         self._writing = threading.Thread(target=self._write_stacks, name="stacks", daemon=True)
         self._comparing = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
         for thread in (self._writing, self._comparing):
@@ -61,8 +63,9 @@ class Diagnosis:
 
     def explain(self) -> str:
         """Return which rank is where, once the thread knows; the lowest live rank prints it."""
-        if self._comparing.is_alive():
-            self._comparing.join(STORE_TIMEOUT + 3 * self._watch.interval)
+        self._await_outlook(self._known)
+        if not any(map(_is_stopped, self.outlook.frozen)):
+            self._await_outlook(self._known + STORE_TIMEOUT)  # it is asked twice, and may be slow
         text = f"no progress for {self._watch.timeout:g} s: {self.outlook.where}; stacks are in {near(self._logs)}"
         if self._world.rank == self.outlook.lowest:
             say(f"evenkeel: {text}", to_stderr=True)
@@ -79,12 +82,17 @@ class Diagnosis:
         return self._complete and {beat.host for beat in self.outlook.frozen} <= alive
 
     def kill_frozen(self) -> None:
-        """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others."""
+        """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others.
+
+        While only the store's silence speaks against rank 0, kill it only if it is stopped. It may be saving: the store
+        can be slow, or in another process. A rank 0 that has the store in its own is silent only if it is stopped.
+        """
+        sure = self._complete  # read before the outlook, which the thread sets first
         for beat in self.outlook.frozen:
             process = stat(beat.pid) if beat.host == socket.gethostname() else None
             above = stat(process.parent) if process else None
             parents = (process and process.parent, above and above.parent)  # torchrun, or the keeper below it
-            if keeper_link.launcher() in parents:  # still that process, of our torchrun
+            if (sure or _is_stopped(beat)) and keeper_link.launcher() in parents:  # still that process, of our torchrun
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
 
@@ -117,6 +125,10 @@ class Diagnosis:
 
     def _is_frozen(self, beat: Beat) -> bool:
         return (beat.host, beat.pid) in {(each.host, each.pid) for each in self.outlook.frozen}
+
+    def _await_outlook(self, until: float) -> None:
+        if self._comparing.is_alive():
+            self._comparing.join(left(until))
 
     def _write_stacks(self) -> None:
         """Through memory: no other thread runs while faulthandler writes, and a disk may take for ever."""
@@ -151,6 +163,11 @@ class Diagnosis:
         frozen = [rank for rank in still if rank not in left]
         lowest = min(beats.keys() - frozen, default=0)
         return Outlook(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
+
+
+def _is_stopped(beat: Beat) -> bool:
+    process = stat(beat.pid) if beat.host == socket.gethostname() else None
+    return process is not None and process.state == "T"
 
 
 def _memory_file() -> IO[bytes]:
