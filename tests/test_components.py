@@ -17,13 +17,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1799,
+    "common": 1834,
     "config": 595,
-    "data": 3164,
-    "distributed": 2528,
-    "resilience": 1841,
-    "training": 6650,
-    "run": 7148,
+    "data": 3167,
+    "distributed": 2529,
+    "resilience": 1842,
+    "training": 6660,
+    "run": 7175,
     "tasks": 2307,
     "mirror": 567,
     "launch": 3051,

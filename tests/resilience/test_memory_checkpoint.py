@@ -60,7 +60,9 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory = KeeperMemory(save)
-    memory.take(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3, "run_id": "here"})))
+    memory.adopt(
+        by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3, "run_id": "here"}))
+    )
     await_written(memory)
     assert torch.load(tmp_path / "saved")["weights"].equal(STATE["weights"])
 
@@ -115,7 +117,7 @@ def test_a_child_that_is_killed_is_followed_by_another(
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory, before = KeeperMemory(save), bytes_in_memory(os.getpid())
-    memory.take(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3})))
+    memory.adopt(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3})))
     for count in range(1, kills + 1):
         wait_until(lambda: memory.reap() == [3] and len([*tmp_path.iterdir()]) == count, "a child", limit=60)  # noqa: B023
         if forgotten:
@@ -135,7 +137,7 @@ def test_a_child_that_fails_says_that_the_step_is_not_saved(capfd: pytest.Captur
         raise RuntimeError("no archive")  # any error but an OSError, which the saver reports itself
 
     memory = KeeperMemory(save)
-    memory.take(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3})))
+    memory.adopt(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3})))
     await_written(memory)
     *trace, line = capfd.readouterr().err.splitlines()
     assert trace[-1] == "RuntimeError: no archive"
@@ -150,7 +152,7 @@ def test_slots_stay_open_after_a_child_has_written_them() -> None:
     memory.save_slots()
     assert memory.reap() in ([3], [])
     await_written(memory)
-    memory.take("")
+    memory.adopt("")
     for slot in memory._slots:
         os.close(slot)
 

@@ -22,7 +22,7 @@ from evenkeel.data.randomness import seed_host
 from evenkeel.distributed.world import World
 from evenkeel.training.checks import checked_summary
 from evenkeel.training.classification import Classification
-from evenkeel.training.evaluation import Evaluation, same_tensors
+from evenkeel.training.evaluation import Evaluation, tensors_restored
 from evenkeel.training.task import Task
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), launched=False)
@@ -245,7 +245,7 @@ class Grows(nn.Module):
 def test_buffers_that_have_grown_and_sparse_ones_are_put_back_in_their_objects() -> None:
     model = Grows()
     before = {name: (buffer, buffer.to_dense().clone()) for name, buffer in model.named_buffers()}
-    with same_tensors(model):
+    with tensors_restored(model):
         model(torch.randn(5, 3))
         assert model.queue.tolist() == [7] * 4
         assert len(model.observer.min_val) == 5

@@ -320,7 +320,7 @@ def test_the_wait_for_other_ranks_between_the_passes_is_not_a_ranks_own_time() -
     arrivals.begin_step(PLAN.micro_batches(0)[:1])
     for part in (LOADING, FORWARD, WAITING, FORWARD, BACKWARD):
         time.sleep(0.2 * (part == WAITING))
-        arrivals.mark(part)
+        arrivals.lap(part)
     total = time.perf_counter() - begun
     arrivals._add_up()
     assert sum(arrivals._row[:3]) <= total - 0.2

@@ -49,7 +49,7 @@ _REFUSED = "refused by rank "
 DIED = "died"
 """The key by which a keeper reports to its generation that its rank has died."""
 
-UNKEPT = "unkept"
+NO_KEEPER = "no_keeper"
 """The key that tells keepers not to wait for all ranks: one has no keeper, or ends for good."""
 
 ANSWER_TIMEOUT = 1.0

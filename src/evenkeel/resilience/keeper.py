@@ -58,7 +58,7 @@ from ..distributed.attempt_files import forget_error
 from ..distributed.exits import give_up, refuse
 from ..distributed.rendezvous import agent_hosts_store
 from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
-from .kept_store import end_store, serve_store, store_is_alive
+from .keeper_store import end_store, serve_store, store_is_alive
 from .memory_checkpoint import KeeperMemory, Stored
 from .peers import Peers
 
@@ -113,7 +113,7 @@ class Keeper:
             serve_store(self._rank, self._world_size)
         while True:
             code = os.waitstatus_to_exitcode(self._attend(self._fork(mask)))
-            self._memory.take(self._messages.get("memory", ""))
+            self._memory.adopt(self._messages.get("memory", ""))
             if code == UNFORKABLE and not self._messages:
                 if self._stop_time:
                     self._end(STOPPED)

@@ -199,7 +199,7 @@ class KeeperMemory:
         elif stored := self._in_slots():
             self._save(stored)
 
-    def take(self, facts_json: str) -> None:
+    def adopt(self, facts_json: str) -> None:
         """Take over what the trainer has stored, after its end, and start to write it.
 
         `facts_json`: the facts it sent last; "": the state is not complete, or there is none.

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..common import display, keeper_link
 from ..common.errors import Refusal, place_of, seen_at
 from ..common.memory import keep_freed_memory
 from ..common.naming import VALIDATION
-from ..common.phases import START_UP, activity
+from ..common.phases import COMPILE_TIMEOUT, START_UP, activity
 from ..common.versions import TORCH_FOR_SHARDING, numbers
 from ..config import Config, devices_per_rank, shard_size, validate
 from ..data.data_digest import TRAINING
@@ -49,10 +50,14 @@ from ..training.task import Task
 from ..training.task_data import evaluation_sets, has_own_collate, refuse_overlap, training_set
 from ..training.task_state import TaskState
 from ..training.whole_batch import refuse_unfit
+from .checkpointer import SLOWEST
 from .verification import refuse_unverifiable
 from .weights import read_weights
 
 log = logging.getLogger(__name__)
+
+WEIGHTS_PER_SECOND = 2e7
+"""Weights that a slow CPU initialises in a second."""
 
 
 def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[World, dict[str, SizedDataset]]:
@@ -249,3 +254,15 @@ def refuse_old_torch(config: Config) -> None:
             f"--shard {config.shard} --micro-batch auto: needs a torch with FSDPModule.reset_iter_state, such as 2.15, "
             f"and this is {torch.__version__}; give a number"
         )
+
+
+def timeouts(config: Config, ranks: int, state: State) -> tuple[timedelta, timedelta]:
+    """The two of `World.connected`: of a collective, and by how much later rank 0 may come. A collective's explains
+    nothing, so the watch for hangs must come first, however long it waits for a rank that compiles or writes."""
+    sharded, weights = config.shard != "off", sum(it.numel() for it in state.parameters)
+    # a rank writes weights, two moments and an average, in 4 bytes each; in a sharded run its rows of them
+    writing = 4 * 4 * weights / (shard_size(config, ranks) if sharded else 1) / SLOWEST
+    longest = max(600, config.hang_timeout) + 300 + max(COMPILE_TIMEOUT if config.compile else 0.0, writing)
+    # in a sharded run rank 0 initialises all weights, while the others wait for it
+    initialising = weights / WEIGHTS_PER_SECOND if sharded else 0.0
+    return timedelta(seconds=longest), timedelta(seconds=initialising)

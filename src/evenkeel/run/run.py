@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from torch.utils.data import DataLoader
 
 from ..common import keeper_link
 from ..common.errors import FAILED, EndedHere, Refusal, no_exit
-from ..common.phases import COMPILE_TIMEOUT, START_UP, activity
-from ..config import Config, profile_window, shard_size
+from ..common.phases import START_UP, activity
+from ..config import Config, profile_window
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
 from ..data.loader import Loader, loader, start_workers
@@ -48,8 +47,8 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
-from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, warn_of_full_weights
-from .checkpointer import SLOWEST, Checkpointer
+from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, timeouts, warn_of_full_weights
+from .checkpointer import Checkpointer
 from .ending import Ending
 from .evaluator import Evaluator
 from .records import recorded_options
@@ -58,9 +57,6 @@ from .start_checks import disk_needed, end_if_models_differ
 from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss
-
-WEIGHTS_PER_SECOND = 2e7
-"""Weights that a slow CPU initialises in a second."""
 
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
 """Steps of an attempt after which data, the task's state and memory are checked: more and more rarely."""
@@ -125,7 +121,7 @@ class Run:
             attempt, state, why_not_meta = _built(config, task)
             world, training_set = attempt.world, attempt.sets[TRAINING]
             interruption.rescue_with(attempt.stopped)  # which only records the stop: there is no state to save yet
-            with closing(attempt), world.connected(*_timeouts(config, world.world_size, state)) as store:
+            with closing(attempt), world.connected(*timeouts(config, world.world_size, state)) as store:
                 with attempt.failure_recorded():
                     finished = attempt.begin(partial(find_micro_batch, config, task, world, training_set, state))
                     end_if_models_differ(world, task, state.model)
@@ -333,15 +329,3 @@ def _plan_of(config: Config, train_set: SizedDataset) -> Plan:
     if (window := profile_window(config)) and window.start >= plan.total_steps:
         raise Refusal(f"--profile {config.profile}: the run has only {plan.total_steps} steps")
     return plan
-
-
-def _timeouts(config: Config, ranks: int, state: State) -> tuple[timedelta, timedelta]:
-    """The two of `World.connected`: of a collective, and by how much later rank 0 may come. A collective's explains
-    nothing, so the watch for hangs must come first, however long it waits for a rank that compiles or writes."""
-    sharded, weights = config.shard != "off", sum(it.numel() for it in state.parameters)
-    # a rank writes weights, two moments and an average, in 4 bytes each; in a sharded run its rows of them
-    writing = 4 * 4 * weights / (shard_size(config, ranks) if sharded else 1) / SLOWEST
-    longest = max(600, config.hang_timeout) + 300 + max(COMPILE_TIMEOUT if config.compile else 0.0, writing)
-    # in a sharded run rank 0 initialises all weights, while the others wait for it
-    initialising = weights / WEIGHTS_PER_SECOND if sharded else 0.0
-    return timedelta(seconds=longest), timedelta(seconds=initialising)

@@ -24,7 +24,7 @@ from .manifest import Kind
 log = logging.getLogger(__name__)
 
 RANK_DELAY = 0.05
-"""Seconds between the ranks of a node: the lowest live one writes, and the others then find that it has."""
+"""Seconds by which each rank of a node begins later: the lowest live one writes, and the others find its checkpoint."""
 
 DISK_TIMEOUT = 1.0
 """Seconds in which a disk must answer which step is the newest there, before a rescue that memory is enough for."""
@@ -65,7 +65,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint was started whose :meth:`result` has not been taken."""
+        """Whether a checkpoint was started whose :meth:`result` nobody has read yet."""
         return self._work is not None
 
     @property
@@ -89,26 +89,27 @@ class Saver:
             state.pin(self._staging)
 
     def start(self, state: State, metrics: dict[str, float]) -> None:
-        """Start a checkpoint of the present state. The result of the last one must have been taken."""
+        """Start a checkpoint of the present state. The result of the last one must have been read."""
         assert not self.busy
         begun = time.perf_counter()
         with activity.during(CHECKPOINT):
-            self._staging.take()
+            self._staging.reserve()
         try:
-            capture = state.begin_capture(staging=self._staging)
+            finish_capture = state.begin_capture(staging=self._staging)
         except BaseException:
-            self._staging.give_back()
+            self._staging.release()
             raise
         self.step = state.step
-        self._work = self._thread.submit(self._save, capture, metrics, begun)
+        self._work = self._thread.submit(self._save, finish_capture, metrics, begun)
 
-    def _save(self, capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
+    def _save(self, finish_capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
-            captured = capture()
-            if captured["step"] == self.step:  # else a GPU has undone this step, and the next commit ends the run
+            captured = finish_capture()
+            # if they differ, a GPU has undone this step, and the next commit ends the run
+            if captured["step"] == self.step:
                 self._write(captured, metrics)
         finally:
-            self._staging.give_back()
+            self._staging.release()
         return time.perf_counter() - begun
 
     def _write(self, captured: dict[str, Any], metrics: dict[str, float]) -> None:
@@ -125,14 +126,14 @@ class Saver:
         Raises:
             OSError: it cannot be written.
         """
-        self._staging.take()  # so that a rescue waits for this save, and does not write the same step
+        self._staging.reserve()  # so that a rescue waits for this save, and does not write the same step
         try:
             self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
         finally:
-            self._staging.give_back()
+            self._staging.release()
 
     def store_step(self, state: State) -> None:
-        """Store the step that was just taken, in a sharded run (`sharded_saver`); else do nothing."""
+        """Store the step that was just done, in a sharded run (`sharded_saver`); else do nothing."""
 
     def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
@@ -166,21 +167,21 @@ class Saver:
             return NOTHING_NEW
         begun = time.monotonic()
         half_time = begun + self._grace / 2  # whatever the waits take, from here on --grace is for writing
-        taken = self._staging.take(begun + self._grace / 4)
+        reserved = self._staging.reserve(begun + self._grace / 4)
         try:
             # New memory if the writer still has the other. On a CPU no copy is needed, because capture(final=True) lets
             # no more steps be committed; a GPU that hangs may still commit one.
-            staging = self._staging if taken and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
+            staging = self._staging if reserved and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
-            # not taken: a checkpoint is being written, and after it the thread discards what is in memory
-            result = self._store_or_write(captured, in_place and taken, local_rank, half_time)
+            # if not reserved, the checkpoint thread is writing, and discards what is in memory when it has finished
+            result = self._store_or_write(captured, in_place and reserved, local_rank, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)
             return f"not saved ({error})"
         finally:
-            if taken:
-                self._staging.give_back()
+            if reserved:
+                self._staging.release()
         log.info("%s, %.2f s after the end began", result, time.monotonic() - begun)
         return result
 

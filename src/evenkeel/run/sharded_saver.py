@@ -63,7 +63,7 @@ class ShardedSaver(Saver):
         return self._replica.possible
 
     def store_step(self, state: State) -> None:
-        """Copy the step that was just taken; raises NonFinite if it was not."""
+        """Copy the step that was just done; raises NonFinite if it was not."""
         state.settle()
         with activity.during(CHECKPOINT):
             self._store(state)
@@ -103,7 +103,7 @@ class ShardedSaver(Saver):
             time.sleep(0.01)
         if state.step == 0:
             return NOTHING_NEW
-        taken = self._staging.take(begun + grace / 4)  # a checkpoint that is being written comes first
+        reserved = self._staging.reserve(begun + grace / 4)  # a checkpoint that is being written comes first
         try:
             if state.step > max(self.slots.steps(), default=0):  # stopped between the commit and the copy
                 with suppress(Torn):
@@ -122,8 +122,8 @@ class ShardedSaver(Saver):
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known_step(self.checkpoints))
             return f"not saved ({error})"
         finally:
-            if taken:
-                self._staging.give_back()
+            if reserved:
+                self._staging.release()
         log.info("saved this rank's rows of steps %s in %.2f s", steps, time.monotonic() - begun)
         whole = self.checkpoints.newest_step()
         return f"step {whole} is saved" if whole >= steps[0] else f"the rows of step {steps[-1]} of this rank are saved"

@@ -50,7 +50,7 @@ class Arrivals:
             self._add_up()
             self._open.append((micro_batches, [(LOADING, self._now())]))
 
-    def mark(self, part: int) -> None:
+    def lap(self, part: int) -> None:
         """A part of the current step ends here."""
         if self._open:
             self._open[-1][1].append((part, self._now()))

@@ -29,7 +29,7 @@ from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import ElasticSampler
 from ..distributed.data_parallel import parallel
 from ..distributed.world import World
-from .evaluation import same_tensors
+from .evaluation import tensors_restored
 from .loss import Loss
 from .oom import OutOfMemory, explained, next_smaller, note_batch
 from .state import State
@@ -174,7 +174,7 @@ def _no_trace(state: State) -> Iterator[None]:
     """Restore weights, buffers, optimizers and generators afterwards, in every bit."""
     values = [tensor.detach().cpu().clone() for tensor in local_rows(state.parameters)]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in state.optimizers]
-    with generators_kept(), same_tensors(state.model):
+    with generators_kept(), tensors_restored(state.model):
         try:
             yield
         finally:

@@ -110,7 +110,7 @@ class DistributedLoss:
         self.module = module if dp else _wrap(module, self._network, world, self.reduction, unused)
         self._transfer = Transfer(world.device)
         self._arrivals = arrivals or Arrivals()
-        self.reduction.arrived = partial(self._arrivals.mark, BACKWARD)
+        self.reduction.arrived = partial(self._arrivals.lap, BACKWARD)
         if self._synced:  # with --sync-batchnorm: the layers that exchange statistics
             steps = (0, plan.steps_per_epoch - 1)
             busy_ranks = [sum(map(bool, plan.shares(step, world.world_size))) for step in steps]
@@ -168,7 +168,7 @@ class DistributedLoss:
 
         The last micro-batch's pass also reduces the gradients over all ranks.
         """
-        self._arrivals.mark(FORWARD)
+        self._arrivals.lap(FORWARD)
         self._pass.backward_calls += 1
         self._pass.contribution = loss.detach() * self._pass.weight
         factor = self._gradient_factor(self._pass)
@@ -231,7 +231,7 @@ class DistributedLoss:
         activity.enter(COMPUTING)
         seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
         placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
-        self._arrivals.mark(LOADING)
+        self._arrivals.lap(LOADING)
         return placed
 
     def _pass_of(self, micro_batch: MicroBatch, batch: Any, last: bool = False) -> Pass:
@@ -245,11 +245,11 @@ class DistributedLoss:
             with self._loss.computing("embed()") as model:
                 found = whole.embed(model, placed, micro_batch.size)
             self.state.buffers.rewind()
-            self._arrivals.mark(FORWARD)
+            self._arrivals.lap(FORWARD)
             return found
 
         batches = whole.embed_all(step, shares, self.plan, self.world, self.seed, first_pass)
-        self._arrivals.mark(WAITING)
+        self._arrivals.lap(WAITING)
         return batches
 
     def _gradient_factor(self, this: Pass) -> Tensor:
@@ -270,7 +270,7 @@ class DistributedLoss:
         if not self._pass.last:
             self.reduction.accumulate(micro_batch.id)
         if not (self._pass.last and self.reduction.hooked):  # else the hook marks it
-            self._arrivals.mark(BACKWARD)
+            self._arrivals.lap(BACKWARD)
         activity.enter(DATA)
 
     def _pack(self) -> Tensor:

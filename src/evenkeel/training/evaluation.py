@@ -80,7 +80,7 @@ class Evaluation:
 
     def __call__(self) -> dict[str, float]:
         """The metrics, the same on every rank. Afterwards the model's mode and buffers are restored."""
-        with activity.during(EVALUATION), same_tensors(self.model):
+        with activity.during(EVALUATION), tensors_restored(self.model):
             return self._evaluate()
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -94,7 +94,7 @@ class Evaluation:
 
         So a mistake in a task's metrics shows now, not after an epoch. Buffers, generators and flags are restored.
         """
-        with activity.during(EVALUATION), generators_kept(), same_tensors(self.model), self._only_first() as size:
+        with activity.during(EVALUATION), generators_kept(), tensors_restored(self.model), self._only_first() as size:
             sums = self._sums()
             for other in others:
                 self.each(partial(other, self.model), lambda _found, _samples: None)
@@ -157,7 +157,7 @@ class Evaluation:
         """The task's metrics of a batch. For the very first batch also calls `show`."""
         found = self._compute(self.model, batch)
         if self._is_first:
-            with same_tensors(self.model), evaluating(self.model):  # perhaps on rank 0 only: it must change nothing
+            with tensors_restored(self.model), evaluating(self.model):  # perhaps on rank 0 only: it must change nothing
                 self.shown = self.task.show(self.model, batch)
         self._is_first = False
         return found
@@ -207,7 +207,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_tensors(model: nn.Module) -> Iterator[None]:
+def tensors_restored(model: nn.Module) -> Iterator[None]:
     """Restore buffers, and the parameters' requires_grad, afterwards."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     holders = [(it._buffers, name, buffer) for it in model.modules() for name, buffer in it._buffers.items()]

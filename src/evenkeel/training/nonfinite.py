@@ -103,7 +103,7 @@ class Verdict:
         """Whether the answer has arrived."""
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
-    def take(self) -> bool:
+    def pop(self) -> bool:
         """Wait for the answer and clear it: the next call returns False."""
         if self._arrived:
             self._arrived.synchronize()

@@ -28,7 +28,7 @@ from ..distributed.collectives import no_collectives
 from ..distributed.world import World
 from .compilation import uncompiled
 from .ema import frozen_copy
-from .evaluation import evaluating, same_tensors
+from .evaluation import evaluating, tensors_restored
 from .precision import autocast
 from .task import Task, defines
 from .task_data import refreshed_set
@@ -98,7 +98,7 @@ class Refresh:
         refused = "" if self._task.collectives else "refresh()"
         precision = autocast(self._config.precision, self._world.device.type)
         try:
-            with generators_kept(), torch.no_grad(), same_tensors(self._model), evaluating(self._model):
+            with generators_kept(), torch.no_grad(), tensors_restored(self._model), evaluating(self._model):
                 seed_computation(derive(self._config.seed, "refresh", self.epoch), self._world.devices)
                 with precision, uncompiled(), no_collectives(refused), _same_data(self._task, self._config.seed):
                     return self._task.refresh(self._model, self.epoch)

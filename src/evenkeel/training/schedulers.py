@@ -82,7 +82,7 @@ class Schedulers:
         """Step the schedulers if the last step was taken. The host waits for the device."""
         assert self._left_out
         self.pending = False
-        if not self._left_out.take():
+        if not self._left_out.pop():
             self._step()
 
     def _step(self) -> None:

@@ -21,7 +21,7 @@ from ..data.randomness import generators_kept
 from ..distributed.data_parallel import rows_of
 from .compilation import uncompiled
 from .digest import on_host
-from .evaluation import evaluating, same_tensors
+from .evaluation import evaluating, tensors_restored
 from .state import State
 from .state_dicts import local_rows
 
@@ -130,7 +130,7 @@ def warn_of_sums(method: str, task: Any, device: torch.device, samples: int, mod
         if uncut or not few or not _is_plain(tuple(vars(task).values())):
             return
         compute, batch = getattr(copy.copy(task), method), to_device(batch, device)
-        with generators_kept(), same_tensors(model), evaluating(model), uncompiled(), torch.no_grad():
+        with generators_kept(), tensors_restored(model), evaluating(model), uncompiled(), torch.no_grad():
             one, two, three = (_numbers(compute(model, rows_of(batch, few * times, samples))) for times in (1, 2, 3))
         grow = [it for it, n in one.items() if n and isfinite(n) and same(2 * n, two[it]) and same(3 * n, three[it])]
     except Exception:

@@ -30,7 +30,7 @@ ALIGNED = 64
 
 
 class Staging:
-    """Memory for one copy. Take it, copy, read the copy, give it back; a second thread may do the last two.
+    """Memory for one copy. Reserve it, copy, read the copy, release it; a second thread may do the last two.
 
     Args:
         devices: where the tensors are. Those on a GPU are copied on a separate stream, because the compute stream
@@ -41,20 +41,20 @@ class Staging:
 
     def __init__(self, *devices: torch.device, still: bool = False) -> None:
         self._still = still
-        self._taken = threading.Lock()
+        self._reserved = threading.Lock()
         self._buffers: dict[Keys, Tensor] = {}
         self.pinned = False
         """Whether :meth:`pin` has been called."""
         gpus = [device for device in devices if device.type == "cuda"]
         self._streams = [torch.cuda.Stream(device) for device in gpus]  # type: ignore[no-untyped-call]
 
-    def take(self, until: float = FOREVER) -> bool:
-        """Reserve the memory until :meth:`give_back`; False if another user still has it at the moment ``until``."""
-        return self._taken.acquire(timeout=left(until))
+    def reserve(self, until: float = FOREVER) -> bool:
+        """Reserve the memory until :meth:`release`; False if another user still has it at the moment ``until``."""
+        return self._reserved.acquire(timeout=left(until))
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Let the memory be overwritten. Any thread may call this."""
-        self._taken.release()
+        self._reserved.release()
 
     def pin(self, tree: Any) -> None:
         """Allocate page-locked memory for the tensors on a GPU, which are then copied at full speed.

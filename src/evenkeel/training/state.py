@@ -204,7 +204,7 @@ class State:
         Raises:
             NonFinite: it was not.
         """
-        failed = self._verdict.take()
+        failed = self._verdict.pop()
         if self.schedulers and self.schedulers.pending:
             with self._seqlock.hold(FOREVER):
                 self.schedulers.step_if_taken()
@@ -221,7 +221,7 @@ class State:
 
         Args:
             until: the moment until which to wait for a commit in progress, on the host and on its devices.
-            staging: memory for the tensors, taken by the caller; None: new memory.
+            staging: memory for the tensors, reserved by the caller; None: new memory.
             final: the process is ending. No further step is committed: it would not be saved, and so be lost.
 
         Raises:

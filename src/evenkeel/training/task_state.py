@@ -22,7 +22,7 @@ from ..common.naming import kind_of
 from ..data.randomness import derive, seed_computation
 from ..distributed.collectives import no_collectives
 from ..distributed.world import World
-from .evaluation import evaluating, same_tensors
+from .evaluation import evaluating, tensors_restored
 from .schedulers import plain
 from .staging import Keys, map_tensors
 from .task import Task, defines
@@ -103,7 +103,7 @@ class TaskState:
         seed_computation(derive(self._seed, "after_step", step), self._world.devices)
         refused = "" if self._task.collectives else "after_step()"
         # a stop would lose changes of buffers and modes
-        with torch.no_grad(), no_collectives(refused), same_tensors(model), evaluating(model):
+        with torch.no_grad(), no_collectives(refused), tensors_restored(model), evaluating(model):
             self._task.after_step(model, step, self.losses)
         if self.now is None:
             return

@@ -98,7 +98,7 @@ def pause(rank: int, step: int) -> None:
 def observe(folder: Path) -> None:
     """Patch methods of this process to note each micro-batch before it is computed, and the time by part."""
     watch, parts = Watch(), {FORWARD: "forward", BACKWARD: "backward"}
-    micro_batches, mark, after_step = DistributedLoss.micro_batches, Arrivals.mark, Run.after_step
+    micro_batches, mark, after_step = DistributedLoss.micro_batches, Arrivals.lap, Run.after_step
     watch.around(Arrivals, Arrivals.begin_step, "other", "other")
     watch.around(Transfer, Transfer.__call__, "data", "transfer")
     watch.around(DistributedLoss, DistributedLoss.step, "reduction", "optimizer")
@@ -128,7 +128,7 @@ def observe(folder: Path) -> None:
         times = {"steps": watch.steps - WARM_UP, "seconds": watch.seconds}
         (folder / f"times-{self.world.rank}.json").write_text(json.dumps(times))
 
-    DistributedLoss.micro_batches, Arrivals.mark, Run.after_step = noted, marked, after  # type: ignore[method-assign, assignment]
+    DistributedLoss.micro_batches, Arrivals.lap, Run.after_step = noted, marked, after  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from ...distributed.exits import exit_code
 from ...run.build import build_model
 from ...tasks.command_line import parse
 from ...training.cut import has_batchnorm, single
-from ...training.evaluation import _of_each, same_tensors
+from ...training.evaluation import _of_each, tensors_restored
 from ...training.loss import Loss
 from ...training.state_dicts import sha256
 from ...training.task import Task
@@ -270,7 +270,7 @@ class Parts:
     def sums(self, batch: tuple[Any, int], seed: int) -> dict[str, Tensor]:
         """Each value of a batch times its samples, if it is their mean, or the sum of its rows."""
         seed_computation(seed, [self.device] if self.device.type == "cuda" else [])
-        with same_tensors(self.model):
+        with tensors_restored(self.model):
             found = _of_each(self.compute(copy.deepcopy(batch[0])), batch[1])  # a loss may modify its batch
         return {name: value.detach().double().sum(0).cpu() for name, value in found.items()}
 
