@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -117,6 +118,18 @@ def test_verify(run_dir: Path) -> None:
     assert contents_of(run_dir) == before, "nothing is set aside"
     checkpoint("verify", folder / step(5))
     checkpoint("verify", folder / step(10), expect=1)
+
+
+def test_verify_leaves_out_what_a_run_at_work_deletes(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = torch.load
+
+    def meanwhile(*arguments: object, **options: object) -> object:
+        shutil.rmtree(run_dir / "checkpoints" / step(10), ignore_errors=True)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", meanwhile)
+    done = checkpoint("verify", run_dir)
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [f"{step(n)}: ok" for n in (5, 200, 210)]
 
 
 def step(number: int) -> str:

@@ -588,6 +588,9 @@ def test_of_several_ranks_with_a_bug_the_first_prints_its_traceback_and_all_repo
     (tmp_path / "attempt_1" / "failed").unlink()
     forget_error()  # as before a restart in place
     assert fail("2").count("Traceback") == 1
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "3" / "error.json"))
+    forget_error()  # of a rank that was killed, and has no such file
+    assert fail("4").count("Traceback") == 1
 
 
 def from_another(error: Exception, cause: Exception) -> Exception:

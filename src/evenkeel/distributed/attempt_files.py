@@ -44,9 +44,10 @@ def failed_alike(line: str) -> bool:
 
 def forget_error() -> None:
     """Forget that this rank has failed, or torchrun would report it at the next end."""
-    with contextlib.suppress(KeyError, OSError):
-        Path(file := os.environ["TORCHELASTIC_ERROR_FILE"]).unlink()
-        _first_failure(file).unlink()
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        for each in (Path(file), _first_failure(file)):  # a rank that has ended without an error has only the second
+            with contextlib.suppress(OSError):
+                each.unlink()
 
 
 def _bytes(line: str) -> bytes:
