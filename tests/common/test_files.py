@@ -1,5 +1,6 @@
-"""Locks, and lines that are whole. Atomic writes: tests/run/test_run_directory.py."""
+"""Locks, new folders, and lines that are whole. Atomic writes: tests/run/test_run_directory.py."""
 
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -10,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from evenkeel.common.files import FROZEN, append_line, folder_locked, lock, read_json
+from evenkeel.common.files import FROZEN, LOCK, append_line, folder_locked, lock, make_folder, read_json
 
 FORK = multiprocessing.get_context("fork")
 
@@ -46,6 +47,27 @@ def test_who_waits_for_a_folder_waits_longer_if_its_holder_is_slow_and_not_froze
         assert locked != frozen
     holder.kill()
     holder.join()
+
+
+@pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
+def test_the_lock_of_a_folder_is_one_that_reaches_other_hosts(tmp_path: Path, kind: int) -> None:
+    """NFS sends its server an exclusive lock of a file opened for writing, a shared one of one opened for reading."""
+    with folder_locked(tmp_path, kind=kind):
+        with (tmp_path / LOCK).open("r+b") as other:
+            assert not lock(other)
+        opened = [it.name for it in Path("/proc/self/fd").iterdir() if os.path.realpath(it) == str(tmp_path / LOCK)]
+        (flags,) = (Path(f"/proc/self/fdinfo/{name}").read_text().split()[3] for name in opened)
+    assert int(flags, 8) & os.O_ACCMODE == os.O_RDWR
+
+
+def test_each_folder_that_is_made_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.path.realpath(f"/proc/self/fd/{file}")))
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert synced == [str(tmp_path / made) for made in ("", "a", "a/b")]
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        make_folder(tmp_path / "file" / "a")
 
 
 def test_a_line_is_in_a_file_whole_or_not_at_all(tmp_path: Path) -> None:

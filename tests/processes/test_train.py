@@ -112,8 +112,8 @@ def test_what_a_run_leaves(run_dir: Path, keeper: str) -> None:
     assert {"step", "epoch", "samples_seen", "metrics", "restarts", "world_sizes", "seconds"} <= set(summary)
     assert [r["step"] for r in processes.records(run_dir, "train")] == list(range(1, PLAN.total_steps + 1))
     assert [r["step"] for r in processes.records(run_dir, "eval")] == [9, 18, 27]
-    left = {name: sorted(it.name for it in (run_dir / name).iterdir()) for name in ("checkpoints", "logs/attempt-0001")}
-    assert list(left.values()) == [["step-00000024", "step-00000027"], ["rank-0.log", "rank-1.log"]]
+    left = [processes.names_in(run_dir / name) for name in ("checkpoints", "logs/attempt-0001")]
+    assert left == [["step-00000024", "step-00000027"], ["rank-0.log", "rank-1.log"]]
 
 
 def with_loaders(run_dir: Path) -> tuple[processes.Process, list[int]]:

@@ -15,7 +15,7 @@ from evenkeel.run.manifest import MANIFEST, load, step_folders, step_of
 from evenkeel.run.state_files import STATE, Damaged
 from tests.run.test_checkpoint import unfit
 from tests.support.components import has
-from tests.support.processes import TRAIN, Done, finish, fork, read, run, run_forked, wait_until
+from tests.support.processes import TRAIN, Done, finish, fork, names_in, read, run, run_forked, wait_until
 from tests.support.small_runs import job, starts, wait_for_step, weights_of, weights_undisturbed
 
 OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]
@@ -37,7 +37,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def between_two() -> bool:
         """Stop it; let it go on if it is writing a checkpoint or clearing an old one away."""
         process.send_signal(signal.SIGSTOP)
-        complete = len(step_folders(run_dir / "checkpoints")) == len(list((run_dir / "checkpoints").iterdir())) == 3
+        complete = len(step_folders(run_dir / "checkpoints")) == len(names_in(run_dir / "checkpoints")) == 3
         if not complete:
             process.send_signal(signal.SIGCONT)
         return complete
@@ -105,7 +105,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_weights_the_same(copied: Path, u
     done = train(copied)
     aside = the_one_set_aside(folder, named, done.stderr)
     assert {file.name: file.read_bytes() for file in aside.iterdir()} == contents
-    assert list(folder.glob(".*")) == [], "what was half-written under a hidden name is cleared away"
+    assert not list(folder.glob(".step-*")), "what was half-written under a hidden name is cleared away"
     assert starts(copied)[-1] == step_of(before)
     assert weights_of(copied) == undisturbed
 

@@ -37,7 +37,7 @@ def test_it_is_killed_and_finished_on_another_number_of_ranks_with_the_same_bits
     assert starts(run_dir)[1] >= 8
     assert (read(run_dir)["state"], read(run_dir)["metrics"], read(run_dir)["step"]) == ("finished", {}, 27)
     assert not records(run_dir, "eval")
-    assert len(list(run_dir.glob("checkpoints/*"))) == 2, "the newest two, and no best one"
+    assert len(list(run_dir.glob("checkpoints/step-*"))) == 2, "the newest two, and no best one"
     done = trained(0, untested(tmp_path, tmp_path / "plain"))
     assert re.search(r"finished in [^:]*  -> ", done[0].stdout), done[0].stdout
     assert weights_of(run_dir) == weights_of(tmp_path / "plain")

@@ -22,12 +22,12 @@ from uuid import UUID
 import pytest
 import torch
 
-from evenkeel.common.files import write_json
+from evenkeel.common.files import LOCK, write_json
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.manifest import MANIFEST, Provenance, load, read_manifest, step_of, verify
 from evenkeel.run.state_files import STATE, Damaged
 from tests.support.needs import small_disk
-from tests.support.processes import wait_until
+from tests.support.processes import names_in, wait_until
 from tests.support.raised import line_of
 
 FORK = multiprocessing.get_context("fork")
@@ -200,7 +200,7 @@ def test_older_snapshots_of_this_host_are_cleared(tmp_path: Path) -> None:
     checkpoints = snapshots(tmp_path, 1, 2, 3, 4)
     checkpoints.clear_snapshots(before=3)
     assert steps(checkpoints) == [3, 4]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
     checkpoints.clear_snapshots(before=3)
     Checkpoints(tmp_path / "none", keep=1, provenance=Provenance(("test/accuracy", "max"))).clear_snapshots(before=3)
     assert not (tmp_path / "none").exists()
@@ -260,7 +260,7 @@ def test_so_many_best_ones_are_kept_besides_the_newest(tmp_path: Path, keep_best
     assert steps(checkpoints) == left
     worst = 6.0 - keep_best
     assert [checkpoints.improves({"score": score}) for score in (worst, worst + 0.5)] == [False, True]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"step-{step:08}" for step in left]
+    assert names_in(tmp_path) == [f"step-{step:08}" for step in left]
 
 
 def test_each_nth_is_kept_for_ever_even_by_a_later_attempt_without_the_option(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_an_old_run_writes_nothing(tmp_path: Path, run_id: str, moment: str, cap
         writer = FORK.Process(target=rescue_step_7, args=(checkpoints,))
         writer.start()
         if moment == "waits":
-            wait_until(lambda: opened_by(writer.pid).count(str(checkpoints.folder)) == 2, "its wait")
+            wait_until(lambda: opened_by(writer.pid).count(str(checkpoints.folder / LOCK)) == 2, "its wait")
             checkpoints.folder.rename(tmp_path / "old")
             checkpoints.folder.mkdir()
         else:
@@ -325,7 +325,7 @@ def test_an_old_run_writes_nothing(tmp_path: Path, run_id: str, moment: str, cap
         write_json(tmp_path / "status.json", {"run_id": "new"})
     os.kill(writer.pid or 0, signal.SIGCONT)
     writer.join()
-    assert [path.name for path in checkpoints.folder.iterdir()] == ([] if run_id else ["step-00000007"])
+    assert names_in(checkpoints.folder) == ([] if run_id else ["step-00000007"])
     assert ("another run has begun there, so nothing is written: " in capfd.readouterr().err) == bool(run_id)
 
 
@@ -377,17 +377,17 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
-    before, newest = (checkpoints.save(state(step), {"accuracy": step / 10}) for step in (1, 2))
+    _, newest = (checkpoints.save(state(step), {"accuracy": step / 10}) for step in (1, 2))
     damage(newest / name)
     with pytest.raises(Damaged, match=str(newest / name)):
         load(newest)
     found = checkpoints.load_newest()
     assert same(found, state(1))
     assert steps(checkpoints) == [1]
-    aside = [path for path in checkpoints.folder.iterdir() if path != before]
-    assert [path.name.startswith("damaged-step-00000002-") for path in aside] == [True], "set aside, not deleted"
+    (aside, _) = names_in(checkpoints.folder)
+    assert aside.startswith("damaged-step-00000002-"), "set aside, not deleted"
     assert str(newest / name) in caplog.text
-    assert aside[0].name in caplog.text
+    assert aside in caplog.text
 
     checkpoints.save(state(2), {})  # the step comes again
     assert steps(checkpoints) == [1, 2]
@@ -507,7 +507,7 @@ def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkp
     checkpoints.save(state(1), {})
     with pytest.raises((AttributeError, pickle.PicklingError)):
         checkpoints.save(state(2) | {"function": lambda: None}, {})
-    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step-00000001"]
+    assert names_in(checkpoints.folder) == ["step-00000001"]
 
 
 def observe_every_operation(monkeypatch: pytest.MonkeyPatch, look: Callable[[str], None]) -> None:
@@ -574,7 +574,7 @@ def test_a_kill_between_any_two_operations_loses_no_finished_checkpoint(
         newest = start.load_newest()
         assert is_whole(newest)
         found.append(newest["step"])
-        assert sorted(entry.name for entry in folder.iterdir()) == [path.name for path in start.all()], "tidied up"
+        assert names_in(folder) == [path.name for path in start.all()], "tidied up"
     assert len(found) > 5
     assert found == sorted(found)
     assert set(found) == ({1} if again else {1, 2})
@@ -660,7 +660,7 @@ def test_a_kill_in_the_middle_leaves_whole_checkpoints_only(tmp_path: Path) -> N
         found = checkpoints.load_newest()
         assert is_whole(found)
         assert found["step"] >= max(before, done)
-        assert list(tmp_path.glob(".*")) == []
+        assert [name for name in names_in(tmp_path) if name.startswith(".")] == []
 
 
 def rescue_step_5(folder: Path) -> float:
@@ -694,7 +694,29 @@ def test_a_frozen_writer_of_the_same_step_neither_delays_nor_spoils_a_rescue(tmp
         seconds = rescue_step_5(tmp_path)
         assert seconds < 8, "it does not wait longer than it was told to"
         assert is_whole(load(tmp_path / "step-00000005"))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000005"]
+    assert names_in(tmp_path) == ["step-00000005"]
+    assert is_whole(load(tmp_path / "step-00000005"))
+
+
+def writers(folder: Path) -> int:
+    """How many have written something."""
+    return sum(size_of(file) > 0 for file in folder.glob(f".step-*/{STATE}"))
+
+
+def test_a_start_leaves_alone_who_writes_without_the_lock(tmp_path: Path) -> None:
+    """Its holder was frozen, and killed then."""
+    holder, writer = (FORK.Process(target=rescue_step_5, args=(tmp_path,)) for _ in range(2))
+    for number, process in ((1, holder), (2, writer)):
+        process.start()
+        wait_until(lambda n=number: writers(tmp_path) == n, "the first bytes")
+        os.kill(process.pid or 0, signal.SIGSTOP)
+    holder.kill()
+    holder.join()
+    assert Checkpoints(tmp_path, keep=2).load_newest() is None
+    assert len(names_in(tmp_path)) == 1, "the control: what the holder has left is deleted"
+    os.kill(writer.pid or 0, signal.SIGCONT)
+    writer.join(240)
+    assert writer.exitcode == 0
     assert is_whole(load(tmp_path / "step-00000005"))
 
 
@@ -747,7 +769,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> Non
             checkpoints.save(state(2, size), {})
         assert caught.value.errno == errno.ENOSPC
     assert shutil.disk_usage(disk).free == free, "what was written of it is gone"
-    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step-00000001"]
+    assert names_in(checkpoints.folder) == ["step-00000001"]
     assert same(checkpoints.load_newest(), state(1, 100_000))
     checkpoints.save(state(2, 100_000), {})
     assert steps(checkpoints) == [1, 2]
@@ -762,3 +784,4 @@ def test_a_snapshot_that_cannot_be_cleared_stays(disk: Path) -> None:
     checkpoints.clear_snapshots(before=2)
     assert steps(checkpoints) == [1, 2]
     assert same(load(checkpoints.all()[0]), state(1))
+    assert same(checkpoints.load_newest(), state(2)), "nor can the lock be opened to write"

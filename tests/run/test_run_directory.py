@@ -370,6 +370,7 @@ def test_a_run_that_has_trained_nothing_is_started_again(path: Path) -> None:
     directory.update("failed", step=0, samples={"training": 3})
     directory.release()
     (path / "checkpoints").mkdir()
+    (path / "checkpoints" / ".lock").touch()  # of a save that a full disk has ended
     directory = claim(path, other, fresh=False, samples={"training": 4})
     assert directory.start_over(["its launch"]) == "", "a restart"
     assert directory.start_over(["another"]) == f"nothing was trained in {path}; starting again"

@@ -1,10 +1,12 @@
 """The state of a sharded run: files of rows that any number of ranks can read, and slots in memory."""
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +19,14 @@ from torch import Tensor
 
 from evenkeel.common.files import lock, write_json
 from evenkeel.run.checkpoint import Checkpoints, facts_of
-from evenkeel.run.manifest import Provenance, load, read_manifest, step_of, verify
-from evenkeel.run.sharded_checkpoint import await_whole, await_writers, write_rows, write_slots
+from evenkeel.run.manifest import MANIFEST, Provenance, load, read_manifest, step_of, verify
+from evenkeel.run.sharded_checkpoint import await_whole, await_writers, publish_if_whole, write_rows, write_slots
 from evenkeel.run.sharded_resume import common_step
 from evenkeel.run.state_files import Damaged, file_of, read_parts, rows_of
 from evenkeel.training.slots import Slots
 from evenkeel.training.staging import Staging, map_tensors
 from tests.run.test_checkpoint import same
-from tests.support.processes import wait_until
+from tests.support.processes import names_in, wait_until
 
 FORK = multiprocessing.get_context("fork")
 DIVIDED = {"model.uneven": 7, "model.few": 1, "model.bf16": 4, "optimizers.0.state.0.exp_avg": 7, "model.none": 0}
@@ -192,7 +194,7 @@ def test_a_kill_in_a_write_leaves_the_one_before(checkpoints: Checkpoints, monke
     in_a_fork(killed, killed=True)
     assert checkpoints.newest_step() == 4
     await_writers(checkpoints)
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000004"]
+    assert names_in(checkpoints.folder) == ["step-00000004"]
 
 
 def test_a_start_waits_for_a_rank_that_still_writes(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +233,64 @@ def test_what_a_rank_that_was_killed_could_not_complete_is_completed(
     assert checkpoints.newest_step() == 0
     complete(checkpoints)
     assert same(load(checkpoints.folder / "step-00000005"), whole(5))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["has looked", "moves away one that was there"])
+def test_two_that_name_a_checkpoint_at_once_lose_none(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """As ranks do whose locks do not reach other hosts. At some point the second waits until the first has named it,
+    and goes on before the first deletes what it has replaced."""
+    final, replace, read = checkpoints.folder / "step-00000005", Path.replace, Path.read_text
+    if again:
+        save(checkpoints, 5)
+    in_a_fork(lambda: save_unnamed(checkpoints, monkeypatch), killed=True)
+    (folder,) = checkpoints.folder.glob(".step-*.tmp")
+    (folder / MANIFEST).unlink()
+    ready, named, moved = (threading.Event() for _ in range(3))
+
+    def pause(here: bool) -> None:
+        if here and threading.current_thread() is second:
+            ready.set()
+            named.wait(20)
+
+    def paused_read(path: Path) -> str:  # of status.json, just before it renames
+        pause(not again and (folder / MANIFEST).exists())
+        return read(path)
+
+    def paused_replace(path: Path, target: Path) -> Path:
+        pause(again and path == final)
+        found = replace(path, target)
+        if path == folder:
+            named.set()
+            moved.wait(20)
+        elif path == final and threading.current_thread() is second:
+            moved.set()
+            first.join(20)
+        return found
+
+    def name_it() -> None:
+        with contextlib.suppress(FileNotFoundError):  # as its callers do
+            publish_if_whole(checkpoints, folder)
+        moved.set()
+
+    first, second = (threading.Thread(target=name_it) for _ in range(2))
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr(Path, "read_text", paused_read)
+    monkeypatch.setattr(Path, "replace", paused_replace)
+    second.start()
+    assert ready.wait(20)
+    first.start()
+    first.join()
+    second.join()
+    assert same(load(final), whole(5))
+    assert names_in(checkpoints.folder) == [final.name]
+
+
+def save_unnamed(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write all rows, and be killed before the checkpoint has its name."""
+    monkeypatch.setattr(Path, "replace", replaced_or_killed(Path.replace))
+    save(checkpoints, 5)
 
 
 def replaced_or_killed(replace: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
@@ -328,10 +388,10 @@ def test_slots_on_the_disk_are_a_checkpoint_of_the_step_that_all_have(checkpoint
     assert same(load(path), whole(2))
     assert read_manifest(path).kind == "snapshot"
     await_writers(checkpoints)
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
+    assert names_in(checkpoints.folder) == ["step-00000002"]
     checkpoints.provenance.run_id = "old"
     (late := Rank(checkpoints)).store(4)
     write_json(checkpoints.folder.parent / "status.json", {"run_id": "new"})  # by --fresh
     with pytest.raises(OSError, match="another run has begun there, so nothing is written"):
         write_slots(late.descriptors, time.monotonic() + 10)
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
+    assert names_in(checkpoints.folder) == ["step-00000002"]

@@ -194,6 +194,11 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == kind]
 
 
+def names_in(folder: Path) -> list[str]:
+    """All names in a folder of checkpoints but the lock's."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
 def bytes_of(folder: Path) -> dict[Path, bytes]:
     """The contents of all files below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

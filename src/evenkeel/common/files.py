@@ -20,8 +20,11 @@ from uuid import uuid4
 MOST = 1e11
 """The largest number that a run writes: a time in the year 5138, a duration of 3,000 years."""
 
+LOCK = ".lock"
+"""The file by which a folder is locked."""
+
 TOUCH, FROZEN = 0.5, 2.0
-"""Seconds between two touches of a folder by the process that has locked it; without one it counts as frozen."""
+"""Seconds between two touches of that file by the process that has locked it; without one it counts as frozen."""
 
 
 def unfinished(path: Path) -> Path:
@@ -69,9 +72,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, if it is not there, so that a power cut does not take it away again."""
+    """Make a folder, and those that it is in, if they are not there, so that a power cut takes none away again."""
     if not path.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
+        if not path.parent.exists():
+            make_folder(path.parent)
+        path.mkdir(exist_ok=True)
         sync_folder(path.parent)
 
 
@@ -172,23 +177,23 @@ def unlock(file: IO[Any] | int) -> None:
 
 @contextlib.contextmanager
 def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> Iterator[bool]:
-    """Lock a folder to the end of the block, as :func:`lock`; yields whether it is locked.
+    """Lock a folder, by the file `LOCK` in it, to the end of the block, as :func:`lock`; yields whether it is locked.
 
-    The holder touches the folder. While it does, others wait beyond ``until``: two who write to a slow disk at once
+    The holder touches that file. While it does, others wait beyond ``until``: two who write to a slow disk at once
     take twice as long.
     """
-    descriptor, released = os.open(folder, os.O_RDONLY), threading.Event()
+    descriptor, released = _open_lock(folder), threading.Event()
 
     def touch() -> None:
         while not released.wait(TOUCH):
             with contextlib.suppress(OSError):
-                os.utime(folder)
+                os.utime(descriptor)
 
     try:
-        before, seen, locked = os.fstat(descriptor).st_mtime_ns, -math.inf, lock(descriptor, kind=kind)
+        before, seen, locked = _touched(folder, descriptor), -math.inf, lock(descriptor, kind=kind)
         while not locked and (time.monotonic() < until or time.monotonic() - seen < FROZEN):
             locked = lock(descriptor, time.monotonic() + 0.1, kind)
-            if (now := os.fstat(descriptor).st_mtime_ns) != before:
+            if (now := _touched(folder, descriptor)) != before:
                 before, seen = now, time.monotonic()
         if locked:
             with contextlib.suppress(RuntimeError):  # no thread can be started: then others wait less
@@ -198,6 +203,22 @@ def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -
         released.set()
         unlock(descriptor)
         os.close(descriptor)
+
+
+def _open_lock(folder: Path) -> int:
+    """Open what a process locks to lock a folder: on NFS other hosts learn of the lock of a file, if it was opened to
+    read and write, and not of a folder's."""
+    try:
+        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # this process may only read there, or the disk is full: a lock among those of this host
+        return os.open(folder, os.O_RDONLY)
+
+
+def _touched(folder: Path, descriptor: int) -> int:
+    """When the holder of a folder's lock has touched what is locked."""
+    with contextlib.suppress(OSError):  # the folder has another name by now
+        os.close(os.open(folder / LOCK, os.O_RDONLY))  # NFS asks its server then, and has an old time without that
+    return os.fstat(descriptor).st_mtime_ns
 
 
 class HashingWriter:

@@ -17,15 +17,14 @@ from collections.abc import Collection
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from fsspec.core import url_to_fs
 
 from ..common.display import say
 from ..common.errors import Refusal
-from ..common.files import write_atomically
+from ..common.files import unfinished, write_atomically
 from ..run.manifest import MANIFEST, Manifest, read_manifest, step_of, verify
-from ..run.state_files import Damaged, WrittenFile
+from ..run.state_files import Damaged, WrittenFile, folder_of
 
 FILES = ("config.toml", "status.json", "metrics.jsonl", "ranks.jsonl", "summary.json", "model.pt")
 """Of the run's folder: what the next start, `report` and `predict` need, and the result."""
@@ -95,8 +94,8 @@ class Store:
 
     def fetch(self, step: int, folder: Path, check: bool = True) -> None:
         """Copy a checkpoint into a folder, under a hidden name until it is whole. With `check` raises Damaged."""
-        name = f"step-{step:08d}"
-        path = folder / f".{name}.{uuid4().hex}.tmp" / name
+        name = folder_of(step)
+        path = unfinished(folder / name) / name
         path.mkdir(parents=True)
         try:
             (path / MANIFEST).write_bytes(self.read(f"checkpoints/{name}/{MANIFEST}") or b"")
@@ -123,7 +122,7 @@ class Store:
                 what = str(damage).partition(": ")[2]
                 say(f"evenkeel: {self.url}: step {step} is damaged: {what}; trying the one before", to_stderr=True)
             if set_aside:
-                place = f"{self._root}/checkpoints/step-{step:08d}"
+                place = f"{self._root}/checkpoints/{folder_of(step)}"
                 self.fs.mv(f"{place}/{MANIFEST}", f"{place}/damaged-{MANIFEST}")
         return 0
 

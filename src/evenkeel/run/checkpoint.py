@@ -5,7 +5,8 @@ unplanned one, of a job that was stopped or failed. Names in the folder:
 
     step-N                 complete
     .step-N.*.tmp          being written or deleted; left by a kill: the next start deletes it
-    .step-N.old            replaced by the same step, written again; left by a kill: restored, if step-N is missing
+    .step-N.*.old          replaced by the same step, written again; left by a kill: restored, if step-N is missing
+    .lock                  locked by the process that writes
     damaged-*, wrong-*     set aside, by a start that found it damaged, or by --verify-every; stays
 """
 
@@ -25,10 +26,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ..common.deadlines import FOREVER
-from ..common.files import folder_locked, make_folder, read_json, sync_folder, unfinished, write_json
+from ..common.files import LOCK, folder_locked, lock, make_folder, read_json, sync_folder, unfinished, write_json
 from ..common.naming import TEST, named
 from .manifest import MANIFEST, Kind, Manifest, Provenance, load, manifest_of, read_manifest, step_folders, step_of
-from .state_files import STATE, Damaged, clean, clean_locked, dump, replaced, set_aside
+from .state_files import STATE, Damaged, clean, clean_locked, delete, dump, folder_of, replaced, set_aside
 
 LEFT_BEHIND = 600.0
 """Seconds without a write, after which an incomplete checkpoint is one of a killed process."""
@@ -112,7 +113,7 @@ class Checkpoints:
         for path, manifest in self._manifests():
             mine = (manifest.kind, manifest.host) == ("snapshot", socket.gethostname())
             if mine and manifest.step < before and not manifest.kept_for_ever:
-                self._delete(path)
+                delete(path)
 
     @contextlib.contextmanager
     def in_turn(self, until: float) -> Iterator[bool]:
@@ -129,15 +130,16 @@ class Checkpoints:
 
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
         step = state["step"]
-        final = self.folder / f"step-{step:08d}"
+        final = self.folder / folder_of(step)
         temporary = unfinished(final)
         temporary.mkdir()
         try:
             with (temporary / STATE).open("wb") as file:
+                lock(file)  # who cleans leaves it alone then, also if the folder is locked by nobody
                 files = {STATE: dump(dict(state), file)}
                 os.fsync(file.fileno())
-            write_json(temporary / MANIFEST, asdict(replace(self.manifest(step, metrics, kind), files=files)))
-            self.publish(temporary, final, kind)
+                write_json(temporary / MANIFEST, asdict(replace(self.manifest(step, metrics, kind), files=files)))
+                self.publish(temporary, final, kind)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
@@ -145,21 +147,22 @@ class Checkpoints:
     def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
         """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `in_turn`."""
         check_not_stale(self)  # again: this process may have been frozen while it wrote
-        old = self.folder / f".{final.name}.old"
+        old = unfinished(final).with_suffix(".old")  # this process's own: another one may be here at the same moment
         replaces = kind == "checkpoint" or not (final / MANIFEST).exists()
-        if replaces and final.exists():  # the same step, written by an earlier attempt
-            shutil.rmtree(old, ignore_errors=True)
-            final.replace(old)
+        if replaces and temporary.exists():
+            with contextlib.suppress(FileNotFoundError):  # there mostly is none: the same step, of an earlier attempt
+                final.replace(old)
         try:
             temporary.replace(final)
         except OSError as error:
             # another writer was faster: as good as saved, since after the same step all ranks have the same state
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                if old.exists() and not final.exists():
+                with contextlib.suppress(OSError):  # there was none, or another writer has published one meanwhile
                     old.replace(final)
                 raise
+        (final / LOCK).unlink(missing_ok=True)
         sync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+        delete(old)
         self._delete_old()
 
     def _delete_old(self) -> None:
@@ -169,14 +172,7 @@ class Checkpoints:
             kept.update([path for path in self.all() if step_of(path) <= compared][-1:])
         for path in self.all()[: -self.keep]:
             if path not in kept:
-                self._delete(path)
-
-    def _delete(self, path: Path) -> None:
-        """Rename a checkpoint, then delete it; one that cannot be deleted stays."""
-        hidden = unfinished(path)
-        with contextlib.suppress(OSError):
-            path.replace(hidden)
-            shutil.rmtree(hidden)
+                delete(path)
 
     def newest_manifest(self, *, step: int | None = None) -> Manifest | None:
         """The newest readable manifest, or that of a step; its files are not checked."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import Refusal
-from ..common.files import alike, read_json
+from ..common.files import LOCK, alike, read_json
 from ..common.naming import TEST, TRAIN, named
 from .checkpoint import Checkpoints
 from .manifest import Provenance, step_folders, step_of
@@ -276,7 +276,7 @@ def has_trained(path: Path, status: Mapping[str, Any]) -> bool:
     """Whether the run in a folder, with this status, has reached a step, or has a checkpoint, weights or metrics."""
     checkpoints = path / "checkpoints"
     there = status.get("step") or (path / "model.pt").exists()
-    there = there or (os.path.lexists(checkpoints) and any(checkpoints.iterdir()))
+    there = there or (os.path.lexists(checkpoints) and any(it.name != LOCK for it in checkpoints.iterdir()))
     return bool(there) or any(record["step"] for record in read_records(path / "metrics.jsonl"))
 
 

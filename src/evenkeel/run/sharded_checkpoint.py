@@ -2,6 +2,7 @@
 
     checkpoints/.step-00000042.TOKEN.tmp/state-1-of-3.pt        rank 1's rows (state_files.py)
                                          state-1-of-3.pt.json   its size and sha256, written after it
+                                         .lock                  locked by those that write
 
 All ranks of a launch write into one hidden folder, so it must be on a disk that they share. The rank that finds all
 pieces writes the manifest and renames the folder. So a folder called step-* is complete, as of any run; a rank that is
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from ..common.deadlines import FOREVER
-from ..common.files import folder_locked, lock, read_json, write_json
+from ..common.files import folder_locked, lock, read_json, unlock, write_json
 from ..resilience.slot_files import step_in
 from ..training import slots
 from .checkpoint import WRITER_TIMEOUT, Checkpoints, check_not_stale, checkpoints_of
 from .manifest import MANIFEST, Kind, step_of
-from .state_files import WrittenFile, clean, dump, file_of, state_files
+from .state_files import HIDDEN, WrittenFile, clean, dump, file_of, final_of, folder_of, state_files
 
 ROWS_TIMEOUT = 600.0
 """Seconds that rank 0 waits for the rows of the others, after its own are written."""
@@ -54,7 +55,7 @@ def write_rows(
         OSError: the disk is full or gone, or another run has begun there; older checkpoints are untouched.
     """
     step, rows = captured["step"], captured["rows"]
-    final = checkpoints.folder / f"step-{step:08d}"
+    final = checkpoints.folder / folder_of(step)
     if kind == "snapshot" and (final / MANIFEST).exists():
         return
     check_not_stale(checkpoints)
@@ -84,12 +85,13 @@ def _write_once(path: Path, captured: Mapping[str, Any], info: dict[str, Any], u
                 os.fsync(file.fileno())
                 write_json(piece, asdict(written) | info)
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # else a process that was forked meanwhile keeps it
+            unlock(file)
 
 
 def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FOREVER) -> None:
     """Give a hidden folder its name if all ranks have written their rows."""
-    step = step_of(Path(folder.name[1:].partition(".")[0]))
+    final = final_of(folder)
+    step = step_of(final)
     try:
         pieces = [folder / f"{name}.json" for name in state_files(file.name for file in folder.iterdir())]
         infos = [read_json(piece) for piece in pieces]
@@ -101,7 +103,6 @@ def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FORE
     kind: Kind = "checkpoint" if all(info["kind"] == "checkpoint" for info in infos) else "snapshot"
     metrics = infos[0]["metrics"] if kind == "checkpoint" else {}
     files = {piece.stem: WrittenFile(info["bytes"], info["sha256"]) for piece, info in zip(pieces, infos, strict=True)}
-    final = checkpoints.folder / f"step-{step:08d}"
     with checkpoints.in_turn(until):
         # look again: another rank may have published it, and one more begun to write a new folder
         if folder.exists() and all(read_json(piece) == info for piece, info in zip(pieces, infos, strict=True)):
@@ -118,7 +119,7 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
     Raises:
         OSError: not all ranks have written their rows by then.
     """
-    final, until = checkpoints.folder / f"step-{step:08d}", time.monotonic() + seconds
+    final, until = checkpoints.folder / folder_of(step), time.monotonic() + seconds
     look = time.monotonic() + 1
     while not (final / MANIFEST).exists() and checkpoints.newest_step() < step:
         if time.monotonic() > until:
@@ -135,7 +136,7 @@ def await_writers(checkpoints: Checkpoints) -> None:
     """At a start: wait for processes of earlier attempts that still write, complete what they can no longer, and
     delete what is left."""
     until = time.monotonic() + WRITER_TIMEOUT
-    for folder in sorted(checkpoints.folder.glob(".step-*.tmp")):
+    for folder in sorted(checkpoints.folder.glob(HIDDEN)):
         with contextlib.suppress(OSError), folder_locked(folder, until):  # OSError: complete, it has another name now
             publish_if_whole(checkpoints, folder, until)
     clean(checkpoints.folder)

@@ -1,4 +1,5 @@
-"""The files in a checkpoint that hold its state: one with all of it, or one for each rank with its rows.
+"""The files in a checkpoint that hold its state: one with all of it, or one for each rank with its rows. The names of
+checkpoints' folders, and what a kill leaves of them.
 
     state.pt          the state of a run whose ranks all have the whole of it
     state-1-of-3.pt   of a sharded run: rank 1's rows of each tensor that is divided among three ranks, and all the rest
@@ -22,11 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ..common.files import HashingWriter, folder_locked
+from ..common.files import HashingWriter, folder_locked, lock, unfinished
 
 log = logging.getLogger(__name__)
 
 STATE = "state.pt"
+
+HIDDEN, REPLACED = ".step-*.tmp", ".step-*.old"
+"""The folders of checkpoints that are being written or deleted, and of those that are replaced by the same step."""
 
 DAMAGED, WRONG = "damaged-", "wrong-"
 """The names of checkpoints that were set aside begin with one: damaged, or of a state that --verify-every doubts."""
@@ -42,6 +46,16 @@ class WrittenFile:
 
     bytes: int
     sha256: str
+
+
+def folder_of(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def final_of(path: Path) -> Path:
+    """The path of a checkpoint, from that of a hidden folder for it, or from its own."""
+    return path.with_name(path.name.removeprefix(".").partition(".")[0])
 
 
 def file_of(rank: int, ranks: int) -> str:
@@ -197,7 +211,7 @@ def dump(value: Any, file: IO[bytes]) -> WrittenFile:
 
 def replaced(folder: Path) -> dict[Path, Path]:
     """Checkpoints whose step is being written again, or was when a kill came, and the paths that they had."""
-    return {path: folder / path.name[1 : -len(".old")] for path in folder.glob(".step-*.old")}
+    return {path: final_of(path) for path in folder.glob(REPLACED)}
 
 
 def clean(folder: Path) -> None:
@@ -212,18 +226,36 @@ def clean(folder: Path) -> None:
 
 
 def clean_locked(folder: Path, idle: float = 0.0) -> None:
-    """As :func:`clean`, by a process that has locked the folder; only what nobody has written to for some seconds, as a
-    writer goes on without the lock if its holder was frozen."""
+    """As :func:`clean`, by a process that has locked the folder. A writer goes on without that lock if its holder was
+    frozen: what a process has locked itself stays, and what somebody has written to within some seconds."""
     for old, final in replaced(folder).items():
         if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            delete(old)
         else:
             old.replace(final)
-    for temporary in folder.glob(".step-*.tmp"):
+    for temporary in folder.glob(HIDDEN):
         with contextlib.suppress(OSError):  # its writer has just renamed it
-            written = max(it.stat().st_mtime for it in (temporary, *temporary.iterdir()))
-            if time.time() - written >= idle:
-                shutil.rmtree(temporary, ignore_errors=True)
+            files = [*temporary.rglob("*")]
+            written = max(it.stat().st_mtime for it in (temporary, *files))
+            if time.time() - written >= idle and not any(map(_is_locked, files)):
+                delete(temporary)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process has locked a file, on any host."""
+    if not path.is_file():
+        return False
+    with path.open("r+b") as file:  # to write, or NFS refuses
+        return not lock(file)
+
+
+def delete(path: Path) -> None:
+    """Rename a checkpoint, or what is left of one, then delete it: nobody takes what is half deleted for a whole one.
+    One that cannot be deleted stays."""
+    hidden = unfinished(final_of(path))
+    with contextlib.suppress(OSError):
+        path.replace(hidden)
+        shutil.rmtree(hidden)
 
 
 def set_aside(path: Path, prefix: str = DAMAGED, damage: object = None) -> None:
