@@ -337,7 +337,7 @@ def locked(run_dir: Path) -> Iterator[Path]:
     """Keep writers of checkpoints out, as a slow disk does; for ten seconds, and then they write beside it."""
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield folder
