@@ -236,10 +236,10 @@ def test_a_second_ctrl_c_exits_at_once_and_one_delivered_twice_saves(run_dir: Pa
     """The first may wait for a checkpoint whose writer never finishes. `timeout` passes one on beside the terminal."""
     process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
     wait_for_step(run_dir, 2, process)
-    with runs.locked(run_dir) if code == KEYBOARD else contextlib.nullcontext() as folder:
+    with runs.locked(run_dir) if code == KEYBOARD else contextlib.nullcontext() as lock:
         process.send_signal(signal.SIGINT)
-        if folder:
-            processes.wait_until(lambda: opened(trainer_of(process), str(folder)), "its wait for the checkpoints")
+        if lock:
+            processes.wait_until(lambda: opened(trainer_of(process), str(lock)), "its wait for the checkpoints")
         time.sleep(apart)
         stop(process, signal.SIGINT, code)  # and not after --grace, which has another code
     assert code == KEYBOARD or saved_step(run_dir) >= 2
@@ -269,9 +269,9 @@ def test_a_stop_after_the_death_of_another_rank_is_why_the_run_ends(run_dir: Pat
     words = runs.kept_job(run_dir, "--checkpoint-every", 0, "--pause", 0.1, "--keeper-memory", "off")
     ranks = processes.fork_ranks(2, TRAIN, *words)
     wait_for_step(run_dir, 2, ranks[0])
-    with runs.locked(run_dir) as folder:
+    with runs.locked(run_dir) as lock:
         os.kill(trainer_of(ranks[1]), signal.SIGKILL)
-        processes.wait_until(lambda: opened(trainer_of(ranks[0]), str(folder)), "its rescue")
+        processes.wait_until(lambda: opened(trainer_of(ranks[0]), str(lock)), "its rescue")
         for rank in ranks:
             rank.send_signal(signal.SIGTERM)
         time.sleep(0.3)

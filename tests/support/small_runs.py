@@ -334,13 +334,14 @@ def kill_at(step: int, run_dir: Path, process: processes.Process) -> None:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[Path]:
-    """Keep writers of checkpoints out, as a slow disk does; for ten seconds, and then they write beside it."""
-    folder = run_dir / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    """Keep writers of checkpoints out, as a slow disk does; for ten seconds, and then they write beside it. Yields the
+    file that is locked."""
+    lock = run_dir / "checkpoints" / ".lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield folder
+        yield lock
     finally:
         os.close(descriptor)
 
