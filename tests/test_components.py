@@ -17,15 +17,15 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1834,
+    "common": 1855,
     "config": 595,
     "data": 3167,
-    "distributed": 2529,
+    "distributed": 2530,
     "resilience": 1842,
     "training": 6660,
-    "run": 7175,
+    "run": 7204,
     "tasks": 2307,
-    "mirror": 567,
+    "mirror": 566,
     "launch": 3051,
     "cli": 7491,
     "time_travel": 1681,
