@@ -110,9 +110,9 @@ def ours(run: Run, state: State, beside: Callable[[], object]) -> tuple[float, f
 
 def capture(run: Run, state: State) -> None:
     """Copy into memory that is kept."""
-    run.checkpointer.saver._staging.take()  # the writer has given it back
+    run.checkpointer.saver._staging.reserve()  # the writer has given it back
     state.capture(staging=run.checkpointer.saver._staging)
-    run.checkpointer.saver._staging.give_back()
+    run.checkpointer.saver._staging.release()
 
 
 def in_the_loop(state: State, path: Path) -> None:

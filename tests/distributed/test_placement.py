@@ -219,7 +219,7 @@ HOW: dict[str, Callable[[nn.Module], Placement]] = {
 def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, gradient, clipping, commit of the buffers, the empty pass of an idle rank and the evaluation's metrics."""
     # the one thing that a fake tensor cannot tell the host: a number
-    monkeypatch.setattr(Verdict, "take", lambda _: False)
+    monkeypatch.setattr(Verdict, "pop", lambda _: False)
     monkeypatch.setattr(side_effects, "on_host", lambda _: {})
     task = pytest.importorskip("evenkeel.tasks.segment").Segment(backbone="small", canvas=32, digit_size=16)
     with torch.device("meta"):

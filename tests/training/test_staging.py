@@ -1,15 +1,12 @@
 """Copies of the state in memory that is kept: right, in no one's way, and never overwritten while they are written."""
 
 import contextlib
-import fcntl
 import io
 import itertools
 import multiprocessing
-import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from evenkeel.training.seqlock import Seqlock, Torn
 from evenkeel.training.staging import ALIGNED, Staging, in_one_piece
 from evenkeel.training.state import State
 from tests.run.test_checkpoint import same
+from tests.support.small_runs import locked
 
 CPU = torch.device("cpu")
 RANK_0 = World(0, 0, 1, 1, CPU, launched=False)
@@ -77,10 +75,10 @@ def test_a_copy_is_bit_for_bit_what_was_there_and_shares_no_memory_with_it() -> 
 
 
 def test_the_control_memory_that_nobody_keeps_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, provenance=Provenance(("test/accuracy", "max")))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
     staging, writer = Staging(CPU), ThreadPoolExecutor()
     captured = copy(staging, {"step": 1, "model": {"w": torch.full((10,), 1.0)}, "optimizers": []})
-    with slow_disk(tmp_path):
+    with locked(tmp_path):
         saved = writer.submit(checkpoints.save, captured, {})
         copy(staging, {"step": 2, "model": {"w": torch.full((10,), 2.0)}, "optimizers": []})
     assert (load(saved.result())["model"]["w"] == 2).all(), "a checkpoint of step 1 with the weights of step 2"
@@ -249,22 +247,10 @@ class Training:
         return all(bool((weight == found["step"]).all()) for weight in found["model"].values())
 
 
-@contextlib.contextmanager
-def slow_disk(folder: Path) -> Iterator[None]:
-    """Whoever wants to write a checkpoint waits, after it has been copied, until this is over."""
-    folder.mkdir(exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
 @pytest.mark.parametrize("grace", [25, 1], ids=["waits for the writer", "cannot wait and takes new memory in time"])
 def test_a_rescue_while_a_checkpoint_is_written_leaves_two_whole(tmp_path: Path, grace: float) -> None:
     training = Training(tmp_path / "run", RANK_0, grace=grace)
-    with slow_disk(tmp_path / "run" / "checkpoints"):
+    with locked(tmp_path / "run"):  # the writer waits, after it has copied the state
         training.step()
         training.run.checkpointer.after_step({})
         training.step()
