@@ -435,8 +435,8 @@ ranks may cut a batch in different ways
     + if value is here_alike]
 a start deletes the checkpoint that another process writes
     run/state_files.py | tests/run/test_checkpoint.py
-    - if locked:  # else
-    + if folder:  # else
+    - if locked:  # by
+    + if folder:  # by
 a run whose checkpoint cannot be loaded stays recorded as running
     run/run.py | tests/processes/test_train.py::test_a_state_that_does_not_fit_the_model_ends_in_a_line
     - ExitStack() as stack, run._finish_or_rescue(interruption)

@@ -39,8 +39,9 @@ COUNTS = "EVENKEEL_KEEPER_COUNTS"
 
 counts = os.environ.pop(COUNTS, "")
 """The counts of the keeper that this process has replaced; "" if it has replaced none."""
-for _foreign in () if counts else (STORE, LAST_END):  # of a job one of whose ranks has started this process
-    os.environ.pop(_foreign, None)
+if not counts:  # a rank of another job may have started this process: forget that job's variables
+    for _foreign in (STORE, LAST_END):
+        os.environ.pop(_foreign, None)
 
 
 class _Keeper(NamedTuple):

@@ -16,9 +16,11 @@ from ..common.user_code import hint
 from .attempt_files import said_first
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
+"""In errors about the loss of a rank, which have no type of their own: gloo's are plain RuntimeErrors."""
+
 BROKEN = r"(?i)/gloo/\S+\].*?\b(connection (?:aborted|closed|refused|reset|timed out)(?: by peer)?|broken pipe)"
 LATE = r"(?i)/gloo/\S+\] ((?:timed out|connect timeout)\b[^.\[\n]*\b)"
-"""Patterns in these errors, as gloo's are plain RuntimeErrors: all of them; a connection that broke; a time-out."""
+"""In those of them about a connection that broke, and about a time-out."""
 
 MISTAKES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,

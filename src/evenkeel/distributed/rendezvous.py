@@ -19,7 +19,7 @@ each rank, all or none. Each world size has its own fixed key, so attempts of di
   died in training: `init_process_group` fails, and the agents restart everyone.
 - Of two rank 0s alive at once the later call stands; the earlier rank 0 sees it and fails.
 - A worker whose agent was killed sees that it has lost its parent, and fails, or it would answer for its successor.
-- Two live workers of one rank remain only where an agent is cut off from its job. The last to answer is let in.
+- Two live workers can have one rank only if an agent is cut off from its job. The last to answer is let in.
 
 What slips through these windows leaves a rank waiting until it times out, and its agent restarts the job: a delay, but
 never two attempts mixed. Waiting is by polling, because a `Store.wait` that times out prints warnings.
@@ -53,7 +53,7 @@ NO_KEEPER = "no_keeper"
 """The key that tells keepers not to wait for all ranks: one has no keeper, or ends for good."""
 
 ANSWER_TIMEOUT = 1.0
-"""Seconds in which all ranks must answer a call, else it is repeated. Doubled each time for slow stores."""
+"""Seconds in which all ranks must answer a call, or it is repeated. Doubled each time for slow stores."""
 
 
 def job_store(rank: int, world_size: int, timeout: timedelta, connect_limit: float | None = None) -> Store:

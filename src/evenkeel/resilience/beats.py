@@ -69,9 +69,9 @@ def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
 
 
 def blamed(beats: Mapping[int, Beat], frozen: Collection[int]) -> list[str]:
-    """The nodes of the ranks that all others wait for: frozen ones, else those that are not in the reduction.
+    """The nodes of the ranks that all others wait for: frozen ones; if there are none, those not in the reduction.
 
-    None if that would be more than half of the nodes: then it is rather the network, the file system, or the code.
+    Empty if that would be more than half of the nodes: the network, the file system or the code is likelier then.
     """
     waiting = [rank for rank, beat in beats.items() if beat.phase == REDUCTION]
     suspects = frozen or (beats.keys() - waiting if waiting else ())

@@ -78,7 +78,7 @@ class Watch:
         self._on_alarm, self._on_saved = on_alarm, on_saved
         self.store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
-        self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of the last checkpoint: here, told, read of
+        self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of checkpoints: made here; announced; read of
         self._patient = b""  # the last value read at PATIENT
         self._cleaning = threading.Thread()  # the last that has called `on_saved`
         self._stacks: IO[bytes] | None = None
@@ -121,7 +121,7 @@ class Watch:
             except RuntimeError as error:  # such as DistStoreError and DistNetworkError
                 log.info("cannot reach the other ranks: %s", str(error).split("\n")[0])
                 with contextlib.suppress(RuntimeError):
-                    if is_served(store):  # else torch would print a stack of C++
+                    if is_served(store):  # if nothing listens, torch would print a stack of C++
                         store = store.clone()  # one slow answer must not silence a healthy rank for ever
 
     def _report_and_read(self, store: Store, count: int) -> None:
@@ -150,7 +150,7 @@ class Watch:
         """Report that this rank compiles or waits for a slow disk; to wait for such a rank is progress, too."""
         if activity.is_patient():
             store.set(PATIENT, f"{self.world.rank} {count}")
-        # not in a compilation of its own: if that takes too long, this rank is the one that hangs
+        # a rank that compiles does not count this as progress: if that takes too long, it is the one that hangs
         elif activity.phase != COMPILATION and store.check([PATIENT]):
             before, self._patient = self._patient, store.get(PATIENT)
             if self._patient != before:

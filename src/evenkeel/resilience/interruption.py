@@ -144,7 +144,7 @@ class Interruption:
             log.exception("could not save after %s", self.reason)
         finally:
             rank = os.environ.get("RANK", "0")
-            orphaned = self.reason == ORPHANED and rank != "0"  # the end of rank 0 has a line already
+            orphaned = self.reason == ORPHANED and rank != "0"  # rank 0 prints a line of its own
             _exit_now(code, f"the keeper of rank {rank} was killed; torchrun decides" if orphaned else "")
 
     def _exit_after_grace(self, code: int) -> None:

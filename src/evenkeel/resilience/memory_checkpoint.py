@@ -84,7 +84,7 @@ class RankMemory:
     def inherit(self, descriptor: int, previous: MemoryCheckpoint | None, slots: list[int]) -> None:
         """Take over these files from the keeper that has forked this rank."""
         self.descriptor, self._previous, self._slots = descriptor, previous, slots
-        os.register_at_fork(after_in_child=self._disown)  # or loader processes would keep it allocated
+        os.register_at_fork(after_in_child=self._disown)  # loader processes must not keep it allocated
 
     def slots(self) -> list[int]:
         """The slots, with what the previous rank of this keeper has left there. Without a keeper: new ones."""

@@ -27,7 +27,7 @@ CONNECT_TIMEOUT = 60.0
 """Seconds for a connection: torch looks up the other end's name, which in a container without DNS takes over ten."""
 
 CONFIRM_TIMEOUT = 5.0
-"""Seconds in which the keeper of a dead rank reports the death, else the agent decides; without an agent one second."""
+"""Seconds to wait for a keeper to report the death that explains a loss; one second without torchrun's agent."""
 
 FINISH_TIMEOUT = 300.0
 """Seconds that a finished rank waits for the others; torchrun's agents wait for each other as long."""

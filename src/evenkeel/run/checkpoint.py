@@ -74,7 +74,7 @@ class Checkpoints:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
         with self.in_turn(time.monotonic() + WRITER_TIMEOUT) as alone:
-            if alone:  # or ranks that are killed while they save fill the disk: a start from memory does not clean
+            if alone:  # clean here too: a start from memory does not, and killed writers would fill the disk
                 clean_locked(self.folder, LEFT_BEHIND)
             return self._write(state, metrics, "checkpoint")
 
@@ -224,7 +224,7 @@ class Checkpoints:
 
 
 def check_not_stale(checkpoints: Checkpoints) -> None:
-    """Raise an OSError if another run has begun in the folder (--fresh): this process is left of the one before."""
+    """Raise an OSError if another run has begun in the folder (--fresh): this process belongs to the previous one."""
     with contextlib.suppress(ValueError):  # a status.json that was damaged says nothing
         now, mine = read_json(checkpoints.folder.parent / "status.json").get("run_id"), checkpoints.provenance.run_id
         if now and mine and now != mine:
@@ -232,7 +232,7 @@ def check_not_stale(checkpoints: Checkpoints) -> None:
 
 
 def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
-    """What a keeper's child, which has not the run's objects, must know to write a state: the manifest, and how to keep
+    """What a keeper's child, which has none of the run's objects, needs to write a state: the manifest, and how to keep
     it. A rank calls this."""
     more = {"folder": str(checkpoints.folder), "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
     more |= {"keep_best": checkpoints.keep_best, "verify_every": checkpoints.verify_every}

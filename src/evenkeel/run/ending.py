@@ -186,11 +186,11 @@ class Ending:
         self._save_and_record_failure(error)
 
     def _save_and_record_failure(self, error: BaseException) -> str:
-        lost = keeper_link.has_keeper() and is_loss_of_a_rank(error)  # then its keeper decides and reports
+        lost = keeper_link.has_keeper() and is_loss_of_a_rank(error)  # if so, the keeper decides and reports
         if isinstance(error, Ended | Refusal):
             log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
-            log.info("failed at step %d", self._state.step, exc_info=error)  # nor is the traceback printed here
+            log.info("failed at step %d", self._state.step, exc_info=error)  # `exit_code` prints the traceback
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
         self._record_failure(error, saved, lost)
         return saved
@@ -202,9 +202,9 @@ class Ending:
         # first: --grace may end this process at any time. If no restart in place follows, the keeper writes it to disk
         saved = self._rescue(in_place=keeper_link.has_keeper())
         explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
-        if diagnosis.is_within_reach():  # else a frozen rank stays, and this one cannot start in place without it
+        if diagnosis.is_within_reach():  # a frozen rank that stays would be waited for by those that start in place
             keeper_link.send("hang")
-        diagnosis.kill_frozen()  # before the record: its file system may be the cause, and torchrun waits for these
+        diagnosis.kill_frozen()  # before log and record, whose file system may hang; torchrun waits for these ranks
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()  # before the record, which has the seconds of each phase
         blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"

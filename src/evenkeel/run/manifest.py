@@ -52,7 +52,7 @@ class Manifest:
 
 @dataclass
 class Provenance:
-    """What all checkpoints of a run say of it (see `Manifest`). `Attempt` owns it; its fields say who else sets them.
+    """What all checkpoints of a run say of it (see `Manifest`). `Attempt` makes it; `Resume` and `Evaluator` set some.
 
     Nothing of it changes after the first evaluation.
     """
@@ -65,8 +65,8 @@ class Provenance:
     bits_void_from: int | None = None
     """Set by `Resume`."""
     run_id: str = ""
-    """The run's, in status.json; set by `Attempt` once the start is recorded. A process that finds another one there is
-    left of the run before, and writes nothing; empty: it does not look."""
+    """The run's, in status.json; set by `Attempt` once the start is recorded. A process that finds another id there
+    belongs to the previous run, and writes nothing. Empty: no check."""
 
 
 def step_folders(folder: Path) -> list[Path]:

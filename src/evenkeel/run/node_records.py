@@ -69,8 +69,8 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
 
 
 def _of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequence[bool]) -> list[dict[str, Any]]:
-    """Of each rank's status.json in ``path``, empty where its node has none, those of the run that goes on: if one has
-    trained on its node, without others that have not.
+    """The status.json of the run that goes on, of each rank; {} where its node has none. If a node has trained, those
+    that have not are left out.
 
     Raises:
         Refusal: two nodes have different runs that have trained, as after a run on each alone. Without this one run's

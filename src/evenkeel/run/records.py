@@ -73,8 +73,7 @@ TAIL = 1 << 20
 
 
 def evaluation_in(records: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
-    """The metrics of this step that the attempt which came to it, or a later one, has recorded, {} if none has, or if
-    the code or the machine is another one since."""
+    """The recorded metrics of this step; {} if there are none, or if the code or the machine has changed since."""
     for record in reversed(records):
         if record["kind"] == "eval" and record["step"] == step:
             return {name: value for name, value in record.items() if "/" in name}

@@ -143,7 +143,7 @@ class Resume:
 
     def _from_disk(self, newest: int, holder: int) -> tuple[Manifest | None, dict[str, Any]]:
         """The checkpoint of this step, which one rank reads; None if it is damaged. The same on all ranks."""
-        # not an older one in its place: another node may hold the next best
+        # do not fall back to an older one here: another node may have a newer one
         saved = self._checkpoints.load_newest(step=newest) if self._world.rank == holder else None
         manifest = self._world.broadcast(self._checkpoints.newest_manifest(step=newest) if saved else None, holder)
         return manifest, self._world.broadcast_tensors(saved, holder) if manifest else {}

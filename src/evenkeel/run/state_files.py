@@ -218,10 +218,10 @@ def clean(folder: Path) -> None:
     """Delete what a kill in the middle of a save has left in a folder of checkpoints, or finish it."""
     if folder.exists():
         with folder_locked(folder) as locked:
-            if locked:  # else a process is writing still, such as one that a keeper has left behind
+            if locked:  # by nobody else: no process is writing, such as one that a keeper has left behind
                 clean_locked(folder)
             for old, final in replaced(folder).items():  # its writer may be frozen between two renames
-                with contextlib.suppress(OSError):  # ours fails if the writer was faster, or its if we are
+                with contextlib.suppress(OSError):  # of two renames only one succeeds; either is right
                     old.replace(final)
 
 

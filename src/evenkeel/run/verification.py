@@ -8,8 +8,8 @@ weights. In each N-th step, before the commit:
 2. where two differ, a third rank computes the micro-batch too, and the majority is right;
 3. the step is thrown away, and all ranks compute it again, from the committed weights.
 
-A rank whose state has drifted first gets that of the others, if most have the same and the step before was verified:
-then only this state is wrong, and not what the others have made of its gradients.
+If a rank's state has drifted, and the step before was verified, the rank gets the state of the majority: the wrong one
+has not reached the others by its gradients yet.
 
 A rank that is wrong for the second time in an attempt ends the run: its fault is no accident. So does a state that
 cannot be replaced. The run then goes back to the last step that was verified: with N = 1 none is lost; else nothing is
