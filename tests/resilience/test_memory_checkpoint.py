@@ -27,7 +27,7 @@ from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.saver import Saver
 from evenkeel.training.state import State
 from tests.support.processes import free_port, wait_until
-from tests.support.small_runs import bytes_in_memory, locked
+from tests.support.small_runs import bytes_in_memory
 
 MEGABYTE = 1 << 20
 STATE = {"weights": torch.arange(MEGABYTE, dtype=torch.float32)}
@@ -244,14 +244,11 @@ def test_a_keeper_that_lost_a_slow_store_is_not_waited_for(rejoins: bool, monkey
 
 def after_a_step() -> State:
     model = nn.Linear(2, 2)
-    advance(state := State(model, [torch.optim.SGD(model.parameters())]))
-    return state
-
-
-def advance(state: State) -> None:
-    for parameter in state.parameters:
+    state = State(model, [torch.optim.SGD(model.parameters())])
+    for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.commit(torch.tensor(1.0))
+    return state
 
 
 @pytest.mark.parametrize(("ranks", "where"), [(1, "stored in memory"), (10**15, "saved, in ")])
@@ -264,25 +261,6 @@ def test_a_rescue_for_which_the_node_has_no_memory_goes_to_the_disk(
     devices = [torch.device("cpu")]
     saver = Saver(Checkpoints(tmp_path, 2), devices, 4.0, lambda _step: None, memory=True, local_ranks=ranks)
     assert saver.rescue(after_a_step(), 0, in_place=True).startswith(f"step 1 is {where}")
-
-
-def test_a_rescue_goes_into_memory_while_a_disk_hangs_under_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint's thread, if it comes to its end, leaves the later state there."""
-    monkeypatch.setattr(rank_memory, "descriptor", os.memfd_create("state"))
-    monkeypatch.setattr(rank_memory, "facts", {})
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-    saver = Saver(checkpoints, [torch.device("cpu")], 4.0, lambda _step: None, memory=True)
-    with locked(tmp_path):
-        saver.start(state := after_a_step(), {})
-        advance(state)
-        assert saver.rescue(state, 0, in_place=True) == "step 2 is stored in memory"
-    saver.result()
-    assert checkpoints.newest_step() == 1
-    assert rank_memory.facts["step"] == 2
-    rank_memory.discard(2)
-    assert rank_memory.facts == {}
 
 
 @pytest.mark.parametrize("name", ["", "memory"])

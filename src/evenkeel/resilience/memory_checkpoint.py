@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -79,7 +78,6 @@ class RankMemory:
         """The facts of the state in that file; empty: the state is not complete."""
         self._previous: MemoryCheckpoint | None = None
         self._slots: list[int] = []
-        self._writing = threading.Lock()  # a rescue may come while a checkpoint is stored
 
     def inherit(self, descriptor: int, previous: MemoryCheckpoint | None, slots: list[int]) -> None:
         """Take over these files from the keeper that has forked this rank."""
@@ -102,28 +100,23 @@ class RankMemory:
         """
         if self.descriptor < 0:
             return False
-        with self._writing:
-            self._clear()
-            try:
-                with open(f"/proc/self/fd/{self.descriptor}", "wb") as file:  # noqa: PTH123  (no path of a folder)
-                    write(file)
-            except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
-                self._clear()
-                return False
-            keeper_link.send("memory", json.dumps(facts))  # only now: it is complete
-            self.facts = facts
+        self.discard()
+        try:
+            with open(f"/proc/self/fd/{self.descriptor}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
+                write(file)
+        except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
+            self.discard()
+            return False
+        keeper_link.send("memory", json.dumps(facts))  # only now: it is complete
+        self.facts = facts
         return True
 
-    def discard(self, step: int) -> None:
-        """Discard the state of this step, which is on the disk now; a later one stays."""
-        with self._writing:
-            if self.descriptor >= 0 and self.facts.get("step", 0) <= step:
-                self._clear()
-
-    def _clear(self) -> None:
-        keeper_link.send("memory")
-        self.facts = {}
-        os.ftruncate(self.descriptor, 0)
+    def discard(self) -> None:
+        """Discard what this process has stored."""
+        if self.descriptor >= 0:
+            keeper_link.send("memory")
+            self.facts = {}
+            os.ftruncate(self.descriptor, 0)
 
     def previous(self, run_id: str) -> MemoryCheckpoint | None:
         """The state that the previous rank of this keeper has stored, if it is of this run."""

@@ -117,7 +117,7 @@ class Saver:
         in_memory = self._store_in_memory(captured, metrics, "checkpoint")
         self.checkpoints.save(captured, metrics)
         if in_memory:
-            rank_memory.discard(captured["step"])
+            rank_memory.discard()
         self._written(captured["step"])
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
@@ -155,8 +155,8 @@ class Saver:
         """Save the last finished step from this rank, unless another rank of the node has done so; returns the result
         as text. From any thread.
 
-        It goes into memory for the keeper, whose child writes it, if ranks are about to start again in place; without a
-        keeper, or enough memory, it goes to the disk.
+        It goes into memory for the keeper, whose child writes it, if ranks are about to start again in place and no
+        checkpoint is being written; else, or where there is no keeper or no memory, to the disk.
 
         Args:
             state: the live one. No further step is committed on the host.
@@ -173,7 +173,8 @@ class Saver:
             # no more steps be committed; a GPU that hangs may still commit one.
             staging = self._staging if reserved and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
-            result = self._store_or_write(captured, in_place, local_rank, half_time)
+            # if not reserved, the checkpoint thread is writing, and discards what is in memory when it has finished
+            result = self._store_or_write(captured, in_place and reserved, local_rank, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)
