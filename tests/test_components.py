@@ -17,13 +17,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1856,
+    "common": 1861,
     "config": 595,
     "data": 3167,
     "distributed": 2532,
-    "resilience": 1842,
+    "resilience": 1843,
     "training": 6660,
-    "run": 7203,
+    "run": 7205,
     "tasks": 2307,
     "mirror": 566,
     "launch": 3051,

@@ -56,7 +56,7 @@ def test_the_lock_of_a_folder_is_one_that_reaches_other_hosts(tmp_path: Path, ki
         with (tmp_path / LOCK).open("r+b") as other:
             assert not lock(other)
         opened = [it.name for it in Path("/proc/self/fd").iterdir() if os.path.realpath(it) == str(tmp_path / LOCK)]
-        (flags,) = (Path(f"/proc/self/fdinfo/{name}").read_text().split()[3] for name in opened)
+        (flags,) = {Path(f"/proc/self/fdinfo/{name}").read_text().split()[3] for name in opened}
     assert int(flags, 8) & os.O_ACCMODE == os.O_RDWR
 
 

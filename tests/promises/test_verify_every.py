@@ -140,15 +140,19 @@ def test_a_rank_whose_weights_drift_gets_them_anew_and_no_bit_changes(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, needs.long(2)])
 def test_a_drift_that_others_may_have_used_ends_the_run_which_goes_back(tmp_path: Path, right: str, rank: int) -> None:
-    """It was before the last steps, whose gradients are those of wrong weights on all ranks."""
+    """It was before the last steps, whose gradients are those of wrong weights on all ranks. The last comparison came
+    before the commit to step 4."""
     words = recipe_job(tmp_path / "run", *TREE, "--verify-every", 4, "--checkpoint-every", 2)
     done = with_fault(tmp_path / "run", words, code=1, rank=rank, step=5, where="weight")
     line = done[0].stderr.splitlines()[-1]
     assert line.startswith(f"evenkeel: the state of rank {rank} has drifted from the others' (model.")
     assert f"before step 8: rank {rank}: cpu of " in line
-    assert [int(path.name.split("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("wrong-*")] == [6]
+    assert [int(path.name.split("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("wrong-*")] in (
+        [4, 6],
+        [6, 4],
+    )
     trained(3, words)
-    assert [record["step"] for record in records(tmp_path / "run", "start")] == [0, 4]
+    assert [record["step"] for record in records(tmp_path / "run", "start")] == [0, 2]
     assert weights_of(tmp_path / "run") == right
 
 
@@ -165,7 +169,7 @@ def test_it_goes_back_to_a_checkpoint_that_was_compared_although_later_ones_and_
     assert "before step 16: rank 1: cpu of " in done[0].stderr.splitlines()[-1]
     trained(3, words)
     first, second, third = starts(tmp_path / "run")
-    assert (first, 8 < second < 14, third) == (0, True, 8)
+    assert (first, 8 < second < 14, third) == (0, True, 6)
     assert weights_of(tmp_path / "run") == right
 
 

@@ -72,7 +72,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those that it is in, if they are not there, so that a power cut takes none away again."""
+    """Make a folder, and those above it, if they are not there; a power cut afterwards does not undo that."""
     if not path.is_dir():
         if not path.parent.exists():
             make_folder(path.parent)
@@ -183,12 +183,6 @@ def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -
     take twice as long.
     """
     descriptor, released = _open_lock(folder), threading.Event()
-
-    def touch() -> None:
-        while not released.wait(TOUCH):
-            with contextlib.suppress(OSError):
-                os.utime(descriptor)
-
     try:
         before, seen, locked = _touched(folder, descriptor), -math.inf, lock(descriptor, kind=kind)
         while not locked and (time.monotonic() < until or time.monotonic() - seen < FROZEN):
@@ -196,8 +190,11 @@ def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -
             if (now := _touched(folder, descriptor)) != before:
                 before, seen = now, time.monotonic()
         if locked:
-            with contextlib.suppress(RuntimeError):  # no thread can be started: then others wait less
-                threading.Thread(target=touch, name="touch", daemon=True).start()
+            own = os.dup(descriptor)
+            try:
+                threading.Thread(target=_touch, args=(own, released), name="touch", daemon=True).start()
+            except RuntimeError:  # no thread can be started: then others wait less
+                os.close(own)
         yield locked
     finally:
         released.set()
@@ -212,6 +209,14 @@ def _open_lock(folder: Path) -> int:
         return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:  # this process may only read there, or the disk is full: a lock among those of this host
         return os.open(folder, os.O_RDONLY)
+
+
+def _touch(descriptor: int, released: threading.Event) -> None:
+    """In a thread of the holder: touch what is locked until it is released, by a descriptor of this thread's own."""
+    while not released.wait(TOUCH):
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
+    os.close(descriptor)
 
 
 def _touched(folder: Path, descriptor: int) -> int:

@@ -30,8 +30,8 @@ FLIGHT = "flight"
 """Folder for the last collectives, among the logs of an attempt."""
 
 COMPARE_TIMEOUT = 5.0
-"""Seconds for the comparison of collectives, which takes minutes with thousands of ranks, while the restart waits for
-this process."""
+"""Seconds for the comparison of collectives, which takes minutes with thousands of ranks, and for the disk of the
+stacks, which may hang: the restart waits for this process."""
 
 
 class Diagnosis:
@@ -55,9 +55,9 @@ class Diagnosis:
         self._complete = False  # the other ranks have been asked
         self._collectives: dict[str, dict[str, Any]] = {}
         self._known = time.monotonic() + STORE_TIMEOUT + 3 * watch.interval  # when, if the store answers soon
-        self._writing = threading.Thread(target=self._write_stacks, name="stacks", daemon=True)
+        self._stacks_thread = threading.Thread(target=self._write_stacks, name="stacks", daemon=True)
         self._comparing = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
-        for thread in (self._writing, self._comparing):
+        for thread in (self._stacks_thread, self._comparing):
             with contextlib.suppress(RuntimeError):  # the system may have no more threads, and the save comes first
                 thread.start()
 
@@ -78,14 +78,15 @@ class Diagnosis:
 
     def is_within_reach(self) -> bool:
         """Whether each frozen rank is on a node with a live rank, which can kill it; else its node may be gone."""
+        sure = self._complete  # read before the outlook, which the thread sets first
         alive = {beat.host for beat in self._watch.first_beats if not self._is_frozen(beat)}
-        return self._complete and {beat.host for beat in self.outlook.frozen} <= alive
+        return sure and {beat.host for beat in self.outlook.frozen} <= alive
 
     def kill_frozen(self) -> None:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others.
 
         While only the store's silence speaks against rank 0, kill it only if it is stopped. It may be saving: the store
-        can be slow, or in another process. A rank 0 that has the store in its own is silent only if it is stopped.
+        can be slow, or in another process. If rank 0's own process serves the store, it is silent only if stopped.
         """
         sure = self._complete  # read before the outlook, which the thread sets first
         for beat in self.outlook.frozen:
@@ -98,8 +99,8 @@ class Diagnosis:
 
     def write_collectives(self) -> None:
         """Write the last collectives, after the stacks. Must come last, because torch may hang in NCCL's too."""
-        if self._writing.is_alive():
-            self._writing.join()
+        if self._stacks_thread.is_alive():
+            self._stacks_thread.join(COMPARE_TIMEOUT)
         with contextlib.suppress(Exception):
             traces = self._collectives | flight_recorder.taken("nccl", "nccl2")
             text = json.dumps(traces, default=str)
@@ -158,9 +159,9 @@ class Diagnosis:
         time.sleep(2.5 * self._watch.interval)
         second = store.multi_get(names)
         still = [rank for rank, text in enumerate(second) if text == first[rank]]
-        left = {rank for rank in still if store.check([f"{LEFT}/{rank}"])}
-        beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second) if rank not in left}
-        frozen = [rank for rank in still if rank not in left]
+        departed = {rank for rank in still if store.check([f"{LEFT}/{rank}"])}
+        beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second) if rank not in departed}
+        frozen = [rank for rank in still if rank not in departed]
         lowest = min(beats.keys() - frozen, default=0)
         return Outlook(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
 

@@ -135,7 +135,7 @@ class Checkpoints:
         temporary.mkdir()
         try:
             with (temporary / STATE).open("wb") as file:
-                lock(file)  # who cleans leaves it alone then, also if the folder is locked by nobody
+                lock(file, time.monotonic() + 1)  # so that cleaning spares it, even if nobody holds the folder's lock
                 files = {STATE: dump(dict(state), file)}
                 os.fsync(file.fileno())
                 write_json(temporary / MANIFEST, asdict(replace(self.manifest(step, metrics, kind), files=files)))
@@ -168,8 +168,8 @@ class Checkpoints:
     def _delete_old(self) -> None:
         kept = {*self.best_paths(), *(path for path, manifest in self._manifests() if manifest.kept_for_ever)}
         if every := self.verify_every:  # a run whose state has drifted goes back to this one, see `Verification`
-            compared = self.newest_step() // every * every - (every == 1)
-            kept.update([path for path in self.all() if step_of(path) <= compared][-1:])
+            sure = self.newest_step() // every * every
+            kept.update([path for path in self.all() if step_of(path) < sure][-1:])
         for path in self.all()[: -self.keep]:
             if path not in kept:
                 delete(path)
@@ -224,7 +224,7 @@ class Checkpoints:
 
 
 def check_not_stale(checkpoints: Checkpoints) -> None:
-    """Raise an OSError if another run has begun in the folder (--fresh): this process belongs to the previous one."""
+    """Raise an OSError if another run has begun in the folder (--fresh): this process is a leftover of the last one."""
     with contextlib.suppress(ValueError):  # a status.json that was damaged says nothing
         now, mine = read_json(checkpoints.folder.parent / "status.json").get("run_id"), checkpoints.provenance.run_id
         if now and mine and now != mine:

@@ -66,7 +66,7 @@ class Provenance:
     """Set by `Resume`."""
     run_id: str = ""
     """The run's, in status.json; set by `Attempt` once the start is recorded. A process that finds another id there
-    belongs to the previous run, and writes nothing. Empty: no check."""
+    is a leftover of the previous run, and writes nothing. Empty: no check."""
 
 
 def step_folders(folder: Path) -> list[Path]:

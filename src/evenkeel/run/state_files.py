@@ -229,10 +229,11 @@ def clean_locked(folder: Path, idle: float = 0.0) -> None:
     """As :func:`clean`, by a process that has locked the folder. A writer goes on without that lock if its holder was
     frozen: what a process has locked itself stays, and what somebody has written to within some seconds."""
     for old, final in replaced(folder).items():
-        if final.exists():
-            delete(old)
-        else:
-            old.replace(final)
+        with contextlib.suppress(OSError):  # its writer has just done so
+            if final.exists():
+                delete(old)
+            else:
+                old.replace(final)
     for temporary in folder.glob(HIDDEN):
         with contextlib.suppress(OSError):  # its writer has just renamed it
             files = [*temporary.rglob("*")]
@@ -250,8 +251,8 @@ def _is_locked(path: Path) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Rename a checkpoint, or what is left of one, then delete it: nobody takes what is half deleted for a whole one.
-    One that cannot be deleted stays."""
+    """Rename a checkpoint, or what is left of one, then delete it: half of it must not look like a whole one. What
+    cannot be deleted keeps its hidden name."""
     hidden = unfinished(final_of(path))
     with contextlib.suppress(OSError):
         path.replace(hidden)

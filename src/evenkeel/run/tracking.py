@@ -72,21 +72,22 @@ def say(text: str) -> None:
 class _LogFile(logging.FileHandler):
     """A log file whose disk may hang, or be full: stderr has the warnings.
 
-    A thread of its own writes. Who logs waits until the line is there, so that none is missing after `os._exit`, but
-    not for ever: a rescue has more to do, and a rank without a heartbeat would be killed.
+    A thread of its own writes. A thread that logs waits until its line is there, so that none is missing after
+    `os._exit`, but not for ever: a rescue has more to do, and a rank without a heartbeat would be killed.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._lines = SimpleQueue[tuple[str, threading.Event] | None]()
-        self._last, self._writer = threading.Event(), os.getpid()  # the last line is written; 0: closed
+        self._owner_pid = os.getpid()  # whose thread writes; 0: closed
+        self._last = threading.Event()  # the last line is written
         self._last.set()
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log a line; wait a second at most, and not at all if the one before is not there yet."""
-        if os.getpid() != self._writer:
-            if self._writer:  # a loader process, which is a fork without that thread
+        if os.getpid() != self._owner_pid:
+            if self._owner_pid:  # a loader process, which is a fork without that thread
                 super().emit(record)
             return
         try:
@@ -109,14 +110,14 @@ class _LogFile(logging.FileHandler):
             written.set()
 
     def flush(self) -> None:
-        """Wait for the last line, a second at most: who flushes while the thread writes would wait as long as that."""
+        """Wait for the last line, a second at most: a flush beside a write that hangs would hang too."""
         if self._last.wait(LOG_TIMEOUT):
             super().flush()
 
     def close(self) -> None:
         """End the thread, and close the file unless the thread still waits for its disk."""
         self._lines.put(None)
-        self._writer = 0
+        self._owner_pid = 0
         with contextlib.suppress(OSError):  # full
             if self._last.wait(LOG_TIMEOUT):
                 super().close()

@@ -101,7 +101,7 @@ class Verification:
         self.steps, self.alarms = known.get("verified", 0), list(known.get("alarms", []))
         self.wrong_nodes = Counter[str](known.get("wrong_nodes", {}))
         self._wrong: Counter[int] = Counter()  # alarms of each rank in this attempt
-        self._sure = -1  # the last step that came from a comparison without alarm
+        self._sure = -1  # the step before its commit, and its gradient, were compared without alarm
         self._fit = False  # whether results can be compared: checked once
         if self._every and self.world.world_size == 1:
             log.warning("--verify-every %d: there is one rank only, and it cannot check itself", self._every)
@@ -243,8 +243,8 @@ class Verification:
     def _set_doubtful_aside(self) -> bool:
         """Set aside checkpoints on this node that may be those of a wrong state; whether there were any."""
         self._checkpointer.take_result()
-        last = self._sure - (self._state.step == self._sure)
-        wrong = [path for path in self._checkpointer.saver.checkpoints.all() if step_of(path) > last]
+        # the commit that led to this step may be what was wrong: its result is compared in the next comparison only
+        wrong = [path for path in self._checkpointer.saver.checkpoints.all() if step_of(path) >= self._sure]
         for path in wrong:
             with contextlib.suppress(FileNotFoundError):  # nodes may share the folder
                 set_aside(path, WRONG)
