@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2532,
     "resilience": 1843,
     "training": 6660,
-    "run": 7205,
+    "run": 7208,
     "tasks": 2307,
     "mirror": 566,
     "launch": 3051,

@@ -158,7 +158,7 @@ class Pipeline:
         """Exchange the buckets of one backward pass, which ends with the last one; each is appended to `taken`."""
         chunks: UnderWay | None = None
         sums: UnderWay | None = None
-        while chunks or sums or not taken:
+        while chunks or sums or not taken:  # in the first turn nothing is under way
             next_chunks = next_sums = None
             if not (taken and taken[-1].last):
                 taken.append(job := self._jobs.get())

@@ -106,8 +106,10 @@ class Attempt:
         facts = fingerprint_of_run(config, task, world)
         self.compiled = CompiledCode(self.path, facts) if config.compile else None
         self.provenance = Provenance(fingerprint=facts)
-        keep = config.keep, self.provenance, config.keep_best, config.keep_every, config.verify_every
-        self.checkpoints = Checkpoints(self.path / "checkpoints", *keep)
+        self.checkpoints = Checkpoints(
+            self.path / "checkpoints", config.keep, self.provenance, config.keep_best, config.keep_every,
+            config.verify_every,
+        )  # fmt: skip
         self.logs = self.path / "logs"
         self.lead: Lead | None = None
         self.hosts: list[str] = []

@@ -243,8 +243,9 @@ def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
     """The folder that :func:`facts_of` has described."""
     it = manifest_of(dict(facts))
     provenance = Provenance(it.best_by, it.fingerprint, it.bits_void_from, facts["run_id"])
-    keep = (facts["keep"], provenance, facts["keep_best"], it.keep_every, facts["verify_every"])
-    return Checkpoints(Path(facts["folder"]), *keep)
+    return Checkpoints(
+        Path(facts["folder"]), facts["keep"], provenance, facts["keep_best"], it.keep_every, facts["verify_every"]
+    )
 
 
 def known_step(checkpoints: Checkpoints) -> int | str:

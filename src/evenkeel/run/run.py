@@ -107,8 +107,8 @@ class Run:
     def open(cls, config: Config, task: Task, interruption: Interruption | None = None) -> Iterator[Run]:
         """Start or continue a run: devices, data, model; then the process group and the newest checkpoint.
 
-        Whatever ends the block, the last finished step is saved. `interruption`: what takes signals; default: one that
-        ends the process.
+        Whatever ends the block, the last finished step is saved. Until the newest checkpoint is about to be loaded a
+        signal is only recorded. `interruption`: what takes signals; default: one that ends the process.
 
         Raises:
             Refusal: bad input; on one rank before the process group exists, or on all. `Refusal` says when.
