@@ -165,6 +165,24 @@ def test_there_stays_what_the_retention_says(store: Store, tmp_path: Path) -> No
     assert {name.split("/")[0][-1] for name in objects(store)} == {"2", "3", "4", "7"}
 
 
+def test_a_manifest_that_cannot_be_read_is_not_taken_for_a_missing_one(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not among the manifests is deleted, and an older step would be fetched."""
+    empty, cat = two(store, tmp_path), type(store.fs)._cat_file
+
+    async def throttled(self: Any, path: str, *more: Any, **options: Any) -> bytes:
+        if "step-00000002/manifest" in path:
+            raise OSError("SlowDown")
+        return await cat(self, path, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store.fs), "_cat_file", throttled)
+        with pytest.raises(OSError, match="SlowDown"):
+            store.fetch_newest(empty)
+    assert store.fetch_newest(empty) == 2
+
+
 @pytest.mark.parametrize("moment", ["listed", "uploaded"])
 def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"

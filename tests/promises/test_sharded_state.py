@@ -125,6 +125,44 @@ def test_a_damaged_file_is_set_aside_on_all_ranks_and_the_one_before_is_taken(ru
     assert runs.weights_of(run_dir) == one_rank
 
 
+BLIND = """
+import os
+
+from evenkeel.run import manifest
+from tests.support.struck_task import Struck
+
+
+class Blind(Struck):
+    pass
+
+
+def fail(*_):
+    raise OSError(5, os.strerror(5))
+
+
+if os.environ.get("RANK") == os.environ.get("BLIND"):
+    manifest.sha256_of = fail
+"""
+
+
+@pytest.mark.parametrize("rank", [1, needs.long(0)])
+def test_a_checkpoint_that_one_rank_cannot_read_is_not_set_aside(
+    run_dir: Path, tmp_path: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    (tmp_path / "blind.py").write_text(BLIND)
+    words = runs.options(f"{tmp_path / 'blind.py'}:Blind", run_dir, *SHARD, *QUIET, "--checkpoint-every", 3)
+    runs.signal_ranks_at(5, run_dir, fork_ranks(2, TRAIN, *words), signal.SIGTERM)
+    before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    monkeypatch.setenv("BLIND", str(rank))
+    done = runs.failed(2, words)
+    assert f"rank {rank} on " in done[0].stderr.splitlines()[-1]
+    assert f"cannot read what rank {1 - rank} can: " in done[0].stderr.splitlines()[-1]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
+    monkeypatch.delenv("BLIND")
+    runs.trained(2, words)
+    assert runs.weights_of(run_dir) == one_rank
+
+
 def test_a_keeper_that_is_killed_costs_no_step(run_dir: Path, one_rank: str) -> None:
     process = three_ranks(run_dir, restarts=1)
     runs.wait_for_step(run_dir, 4, process)

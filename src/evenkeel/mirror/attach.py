@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from uuid import uuid4
 
+from ..common.display import say
 from ..common.errors import Refusal
 from ..common.processes import AGENT_SIGNALS
 from ..run.records import MIRRORED
@@ -57,5 +58,7 @@ def mirrored(train_args: Sequence[str], first: bool) -> Iterator[int]:
                 signal.signal(number, lambda *_: None)  # from here on they only go to the process
             with contextlib.suppress(OSError):  # it was killed
                 process.stdin.write(copying.DONE)
-            process.wait()  # it ends by itself, after `copying.LONGEST` at most
+            if code := process.wait():  # it ends by itself, after `copying.LONGEST` at most
+                lost = f"the process that copies ended early ({code}); the newest checkpoints may be in {folder} only"
+                say(f"evenkeel: {url}: {lost}", to_stderr=True)
             signal.set_wakeup_fd(-1)

@@ -185,7 +185,9 @@ class Copier:
         os._exit(0)
 
     def _renew(self) -> None:
-        while not self.over.wait(lease.RENEWED):
+        """Until the lease is released: uploads go on when the ranks have ended."""
+        while True:
+            time.sleep(lease.RENEWED)
             with contextlib.suppress(Exception):  # the next pass will find the same
                 if self.lease.mine:
                     self.lease.renew()

@@ -83,7 +83,11 @@ class Store:
         shutil.rmtree(self.copies, ignore_errors=True)
         names = [name for name in self.fs.find(f"{self._root}/checkpoints") if name.endswith(f"/{MANIFEST}")]
         found = {}
-        for name, content in (self.fs.cat(names, on_error="omit") if names else {}).items():
+        for name, content in (self.fs.cat(names, on_error="return") if names else {}).items():
+            if isinstance(content, FileNotFoundError):  # it has just been deleted
+                continue
+            if isinstance(content, BaseException):  # not read: it must not look as if it were not there
+                raise content
             (path := self.copies / name.split("/")[-2]).mkdir(parents=True)
             (path / MANIFEST).write_bytes(content)
             try:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ..common.errors import EndedForGood
+from ..common.errors import Ended, EndedForGood
 from ..common.phases import START_UP, activity
+from ..distributed.devices import node_name
 from ..distributed.world import World
 from ..training.staging import map_tensors
 from .checkpoint import Checkpoints
-from .manifest import Manifest, manifest_of, step_folders, step_of, verify
+from .manifest import Manifest, load, manifest_of, step_folders, step_of, verify
 from .sharded_checkpoint import await_writers
 from .sharded_saver import ShardedSaver
 from .state_files import Damaged, read_parts, rows_of, set_aside
@@ -87,7 +88,11 @@ def common_step(everywhere: list[list[int]]) -> int:
 
 
 def _from_disk(world: World, sharding: Sharding, checkpoints: Checkpoints) -> Found:
-    """The newest checkpoint that is whole. Each rank verifies some of its files; one that is damaged is set aside."""
+    """The newest checkpoint that is whole. Each rank verifies some of its files; one that is damaged is set aside.
+
+    Raises:
+        Ended: on all ranks, if one cannot read what another finds whole: its node may be what is broken.
+    """
     while True:
         paths = world.broadcast(step_folders(checkpoints.folder)[-1:] if world.rank == 0 else [])
         if not paths:
@@ -99,11 +104,26 @@ def _from_disk(world: World, sharding: Sharding, checkpoints: Checkpoints) -> Fo
             saved = own_rows(path, sharding)
         except Damaged as error:
             damage = str(error)
-        damages = [each for each in world.gather(damage) if each]
-        if not damages:
+        damages = world.gather(damage)
+        if not any(damages):
             return found, saved
+        rank = next(rank for rank, each in enumerate(damages) if each)
+        judge = damages.index("") if "" in damages else rank
+        if world.broadcast(_is_whole(path) if world.rank == judge else None, judge):
+            raise Ended(
+                f"rank {rank} on {world.gather(node_name())[rank]} cannot read what rank {judge} can: {damages[rank]}"
+            )
         if world.rank == 0:
-            set_aside(path, damage=damages[0])
+            set_aside(path, damage=damages[rank])
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether this rank can read all files of a checkpoint, and finds them as they were written."""
+    try:
+        load(path, "shapes")
+    except Damaged:
+        return False
+    return True
 
 
 def own_rows(path: Path, sharding: Sharding) -> dict[str, Any]:
