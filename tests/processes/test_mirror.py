@@ -1,5 +1,6 @@
 """Real jobs with `--mirror` that lose disks, and their store: they go on from the newest whole checkpoint."""
 
+import os
 import re
 import shutil
 import signal
@@ -110,6 +111,17 @@ def test_a_store_that_stays_away_is_said_at_the_end(port: int, tmp_path: Path) -
     done = finish(process, 60)
     assert done.returncode == 0, done.stderr
     assert f"{url}: has not step {STEPS}, which is in {run_dir} on " in done.stderr
+
+
+def test_a_copying_process_that_was_killed_is_missed_at_the_end(port: int, tmp_path: Path) -> None:
+    url, run_dir = s3.new_url(), tmp_path / "run"
+    process = launched(port, *words(run_dir, url, pause=0.1))
+    wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
+    os.kill(copier_of(process), signal.SIGKILL)
+    done = finish(process, 60)
+    assert done.returncode == 0, done.stderr
+    lost = f"the process that copies ended early (-9); the newest checkpoints may be in {run_dir} only"
+    assert f"evenkeel: {url}: {lost}" in done.stderr
 
 
 def test_a_rescue_is_there_within_the_grace(port: int, tmp_path: Path, undisturbed: str) -> None:
