@@ -55,6 +55,7 @@ def test_collectives_of_a_rank_come_in_an_order_and_their_errors_reach_the_user(
     found = results_of(3, "collectives_worker.py", tmp_path)
     assert found["threads"] == 1, "the tree, where parameters may be unused"
     assert found["threads, control"] == 2
+    assert found["threads, own"] == 1, "the tree, where the loss calls collectives of its own"
     assert found["not waited for"] == 0, "BatchNorm gathers while DDP reduces, in another group"
     assert found["not waited for, control"] > 0
     assert "gloo:all_to_all" in found["recorded"]

@@ -65,13 +65,25 @@ class Way(Task):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]: ...
 
 
-def made(world: World, unused: bool, reduce: Literal["ring", "tree"], sync: bool = False) -> DistributedLoss:
-    """For steps of two micro-batches, of three samples and of two, so that the third rank is idle."""
-    task, plan = Way(unused), Plan(5, 5, 3, epochs=1)
+class Calling(Way):
+    collectives = True
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        dist.all_reduce(torch.zeros(1))
+        return super().loss(model, batch)
+
+
+def made(
+    world: World, unused: bool, reduce: Literal["ring", "tree"], sync: bool = False, own: bool = False
+) -> DistributedLoss:
+    """For steps of two micro-batches, of three samples and of two, so that the third rank is idle; of three
+    micro-batches, if the loss calls a collective of its `own`."""
+    task, plan = Calling(unused) if own else Way(unused), Plan(6, 6, 2, epochs=1) if own else Plan(5, 5, 3, epochs=1)
+    more = {"unused": unused, "collectives": own}
     model = task.model().to(world.device)
     if sync:
         synchronise(model, plan, world)
-    return DistributedLoss(task.loss, State(model, []), world, plan, Config(reduce=reduce), unused=unused)
+    return DistributedLoss(task.loss, State(model, []), world, plan, Config(reduce=reduce), **more)
 
 
 def step(gradients: DistributedLoss) -> None:
@@ -184,6 +196,7 @@ def failure(world: World) -> str:
 def found(world: World) -> dict[str, Any]:
     result: dict[str, Any] = {
         "threads": callers(world, made(world, True, "tree")),
+        "threads, own": callers(world, made(world, False, "tree", own=world.world_size == 3)),
         "not waited for": not_waited_for(world, True),
         "failure": failure(world),
         "recorded": sorted({entry["profiling_name"] for entry in recorded().values()}),

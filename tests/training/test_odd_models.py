@@ -138,3 +138,12 @@ def test_trained_or_explained(make: Callable[[], nn.Module], optimizer: Callable
     found, others = (state.model.state_dict() for state in (whole, resumed))
     assert all(found[name].equal(others[name]) for name in found)
     assert any(not found[name].equal(value) for name, value in begun().model.state_dict().items()), "it has learned"
+
+
+def test_integers_that_do_not_learn_have_no_average() -> None:
+    state = State(model := WithInteger(), [sgd(model)], ema=0.9)
+    for parameter in (model.weight, model.bias):
+        parameter.grad = torch.ones_like(parameter)
+    state.commit(torch.tensor(1.0))
+    assert torch.equal(state.best_model.order, model.order)
+    assert not torch.equal(state.best_model.weight, model.weight)

@@ -12,7 +12,7 @@ from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.tasks.command_line import parse
 from evenkeel.training.checks import checked_optimizers
-from evenkeel.training.optimization import build_optimizer, build_optimizers, rate_names
+from evenkeel.training.optimization import build_optimizer, build_optimizers, load_optimizer, rate_names
 from tests.support.recording_task import Recorded
 
 WITH_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
@@ -125,3 +125,39 @@ def test_they_are_typed_and_read_from_a_file(tmp_path: Path) -> None:
     assert parse([], Recorded)[0].momentum is None
     with pytest.raises(Refusal, match=r"^--betas 1\.0: must be below 1$"):
         parse(["--betas", "0.9", "1.0"], Recorded)
+
+
+def with_gaps() -> nn.Module:
+    """A weight as of a network whose first columns are taken."""
+    torch.manual_seed(0)
+    (made := nn.Linear(3, 4)).weight = nn.Parameter(torch.randn(4, 6)[:, :3])
+    return made
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_parameter_with_gaps_in_memory_is_trained_as_any_other(name: Any) -> None:
+    """torch's fused kernels for the CPU step what lies in the gaps."""
+    config, dense = Config(optimizer=name, clip_norm=0.0), with_gaps()
+    dense.weight = nn.Parameter(dense.weight.detach().contiguous())
+    apart = with_gaps()
+    found = stepped(apart, build_optimizers(apart, config)), stepped(dense, build_optimizers(dense, config))
+    assert all(map(torch.allclose, *found))
+    control = with_gaps()
+    assert not torch.allclose(stepped(control, [SGD(control.parameters(), 0.1, fused=True)])[0], found[1][0])
+    with pytest.raises(Refusal, match=r"fused=True, which passes over the gaps in the memory of weight"):
+        checked_optimizers(SGD(control.parameters(), 0.1, fused=True), control)
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "the control, by torch"])
+def test_a_state_of_another_dtype_than_its_parameter_comes_back_with_every_bit(loaded: bool) -> None:
+    model = nn.Linear(3, 2).double()
+    stepped(model, [first := torch.optim.NAdam(model.parameters())])
+    saved = first.state_dict()
+    second = torch.optim.NAdam(model.parameters())
+    if loaded:
+        load_optimizer(second, saved, list(model.parameters()))
+    else:
+        second.load_state_dict(saved)
+    value, other = (it.state[model.weight]["mu_product"] for it in (first, second))
+    assert (value.dtype == other.dtype) is loaded
+    assert not loaded or torch.equal(value, other)

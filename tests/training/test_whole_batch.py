@@ -23,7 +23,7 @@ from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.precision import Scaler
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
-from evenkeel.training.whole_batch import WholeBatch, of_whole_batches, refuse_unfit
+from evenkeel.training.whole_batch import WholeBatch, _packed, _unpacked, of_whole_batches, refuse_unfit
 from evenkeel.training.whole_batch_evaluation import evaluation_of
 from tests.support.raised import refusal_of
 from tests.support.steps import passes
@@ -386,3 +386,10 @@ class Deterministic(Plain):
 
     def batch_loss(self, embeddings: dict[str, Tensor], step: int = 0) -> Any:
         return whitening(embeddings["z"])[0], {"labels": embeddings["label"].double().mean()}
+
+
+def test_a_single_row_of_several_dtypes_is_unpacked() -> None:
+    values = {"x": torch.randn(1, 3), "y": torch.tensor([7])}
+    layout = tuple((name, it.dtype, tuple(it.shape[1:])) for name, it in values.items())
+    found = _unpacked(_packed(values), layout)
+    assert all(torch.equal(found[name], it) for name, it in values.items())

@@ -121,12 +121,13 @@ class TreeReduction(Reduction):
     """Sums in the order of the tree: the same bits on any number of ranks.
 
     With `unused`, micro-batches may leave parameters without a gradient. Missing gradients count as +0.0; a parameter
-    that no micro-batch of a step uses has none afterwards.
+    that no micro-batch of a step uses has none afterwards. `collectives`: the loss calls its own, which another thread
+    would call at the same time.
     """
 
-    def __init__(self, model: nn.Module, world: World, unused: bool) -> None:
+    def __init__(self, model: nn.Module, world: World, unused: bool, collectives: bool = False) -> None:
         super().__init__(world)
-        self.hooked &= not unused
+        self.hooked &= not (unused or collectives)
         self.unused = unused
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._place: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
@@ -258,13 +259,13 @@ def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     `GradBucket.gradients` ignores."""
     views, offset = [], flat.storage_offset()
     for parameter in parameters:
-        strides = parameter.stride() if _dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+        strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
         views.append(flat.as_strided(parameter.shape, strides, offset))
         offset += parameter.numel()
     return views
 
 
-def _dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill a piece of memory without gaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

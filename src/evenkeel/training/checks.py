@@ -21,6 +21,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from ..common.errors import Ended, EndedHere, Refusal
 from ..common.naming import TRAIN, kind_of, listed
+from ..distributed.reduction import is_dense
 from .compilation import SHAPES
 
 TOO_FEW = "Expected more than 1 value per channel when training"
@@ -137,6 +138,11 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
                     raise Refusal(
                         f"{which} has a parameter of shape {list(parameter.shape)} that is not in the model and would "
                         "never be saved: build optimizers from the `model` that the method gets"
+                    )
+                if group.get("fused") and not is_dense(parameter):
+                    raise Refusal(
+                        f"{which} has fused=True, which passes over the gaps in the memory of {names[id(parameter)]}: "
+                        "make that parameter of a .contiguous() tensor, or leave fused out"
                     )
                 if (first := taken.setdefault(id(parameter), which)) != which:
                     name = names[id(parameter)]

@@ -103,7 +103,7 @@ class DistributedLoss:
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
-        self.reduction = self._build_reduction(config)
+        self.reduction = self._build_reduction(config, collectives)
         self._whole = loss if isinstance(loss, WholeBatch) else None
         self._loss = Loss(state.model, loss, config.precision, network, unused and not dp, collectives)
         module = parallel(self._loss, config.strategy, world.device)
@@ -218,11 +218,11 @@ class DistributedLoss:
         """All of the model's parameters, for torch's `clip_grad_norm_`."""
         return self.state.parameters
 
-    def _build_reduction(self, config: Config) -> Reduction:
+    def _build_reduction(self, config: Config, collectives: bool) -> Reduction:
         if self.state.sharding:
             return self.state.sharding.reduction
         if config.reduce == "tree":
-            return TreeReduction(self._network, self.world, self._unused)
+            return TreeReduction(self._network, self.world, self._unused, collectives)
         return AllReduce(self.world, config.reduce_dtype == "bf16")
 
     def _begin_pass(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:

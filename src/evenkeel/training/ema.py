@@ -28,14 +28,13 @@ class Average:
         meta = {id(it): nn.Parameter(torch.empty_like(it, device="meta"), False) for it in whole}
         self.model = frozen_copy(model, "--ema", meta)
         self.decay, self._model = decay, model
-        self._live: list[Tensor] = list(model.parameters())
-        self._mean: list[Tensor] = list(self.model.parameters())
+        self._live, self._mean = _averaged(model), _averaged(self.model)
         mine = dict(self.model.named_buffers(remove_duplicate=False))
         self._buffers = [([mine[name] for name in group.names], group.committed_views) for group in buffers.groups]
 
     def divide(self) -> None:
         """Average this rank's rows of the model's parameters, and of its own, which have become DTensors (--shard)."""
-        self._live, self._mean = list(self._model.parameters()), list(self.model.parameters())
+        self._live, self._mean = _averaged(self._model), _averaged(self.model)
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
@@ -58,6 +57,11 @@ class Average:
     def load_state_dict(self, saved: Mapping[str, Tensor], model: Mapping[str, Tensor], of: Mapping[str, int]) -> None:
         """Load the averages, and the buffers from the model's state dict of the same step; see `load_weights`."""
         load_weights(self.model, {**model, **saved}, of)
+
+
+def _averaged(model: nn.Module) -> list[Tensor]:
+    """The parameters that have an average; integers do not change, and the copy has them already."""
+    return [it for it in model.parameters() if it.is_floating_point() or it.is_complex()]
 
 
 def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..common.errors import Ended, Refusal
 from ..config import Config
+from ..distributed.reduction import is_dense
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,9 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optim
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
     # fused ones have all their state on the device (state on the host would be ahead of a GPU that hangs), and can skip
-    # a step without the host
-    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in learning) or None
+    # a step without the host; on a CPU they take a parameter's memory for one without gaps
+    kinds = (p.device.type in ("cpu", "cuda") and p.is_floating_point() and is_dense(p) for p in learning)
+    fused = all(kinds) or None
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused}
     if name == "sgd":
         momentum = 0.9 if momentum is None else momentum
@@ -211,8 +213,22 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], parameters: I
     ways = ({way: group[way] for way in ("foreach", "fused", "capturable") if way in group} for group in groups)
     merged = [group | way for group, way in zip(saved["param_groups"], ways, strict=True)]
     optimizer.load_state_dict({**saved, "param_groups": merged})
+    _restore_dtypes(optimizer, saved)
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             # fused optimizers go through memory in its order; with channels last the saved order may differ
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load those values again that torch has converted to their parameter's dtype, such as float32 moments of bfloat16
+    weights; but "step", of which it knows the dtype."""
+    numbers = (number for group in saved["param_groups"] for number in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        loaded = optimizer.state.get(parameter, {})
+        for name, value in saved["state"].get(number, {}).items():
+            converted = type(value) is type(loaded[name]) is Tensor and value.dtype != loaded[name].dtype
+            if name != "step" and converted:
+                loaded[name] = value.to(loaded[name].device, copy=True)

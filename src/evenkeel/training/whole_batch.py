@@ -220,7 +220,8 @@ def _unpacked(rows: Tensor, layout: Layout) -> dict[str, Tensor]:
     embeddings, at = {}, 0
     for name, dtype, shape in layout:
         width = math.prod(shape) * dtype.itemsize
-        embeddings[name] = rows[:, at : at + width].clone().view(dtype).view(len(rows), *shape)
+        part = rows[:, at : at + width].clone(memory_format=torch.contiguous_format)  # as in `_packed`
+        embeddings[name] = part.view(dtype).view(len(rows), *shape)
         at += width
     return embeddings
 
