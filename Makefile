@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU processes
 	$(BIN)/python launch/single_node.py --max-restarts 0 -- $(ARGS)
 
-test: $(INSTALLED)  ## unit tests, and each promise of the README by real processes: under 6 minutes on two quiet cores
+test: $(INSTALLED)  ## unit tests, and the job's promises by real processes (features: test-gate): under 6 minutes on two quiet cores
 	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow' $(SLOW:%=--ignore=tests/%) $(ARGS)
 
 test-fast: $(INSTALLED)  ## the unit tests alone, two minutes

@@ -27,7 +27,7 @@ BUDGET = {
     "tasks": 2307,
     "mirror": 575,
     "launch": 3051,
-    "cli": 7491,
+    "cli": 7492,
     "time_travel": 1681,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -212,7 +212,8 @@ def find(path: Path, aside: bool = False) -> list[Path]:
         if is_step_folder(path.resolve()) and path.is_dir():
             return [path.resolve()]
         folder = nested if (nested := path / "checkpoints").is_dir() else path
-        damaged = sorted(entry for entry in folder.iterdir() if entry.name.startswith((DAMAGED, WRONG)))
+        aside_names = f"{DAMAGED}step-", f"{WRONG}step-"
+        damaged = sorted(entry for entry in folder.iterdir() if entry.name.startswith(aside_names))
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}; {PLACES}") from None
     found = step_folders(folder) + damaged * aside

@@ -5,7 +5,7 @@
     memory_checkpoint  the last step in memory, for the next rank; its keeper writes it to the disk
     slot_files    the same of a sharded run
     peers         messages between keepers in the job's store
-    keeper_store    the process that serves that store, where torchrun's agent does not
+    keeper_store  the process that serves that store, where torchrun's agent does not
     interruption  a thread for stop signals: saves the state, and ends the process within --grace
     hang          every rank reports to the others what it does; no progress for --hang-timeout is a hang
     diagnosis     after an alarm: which rank is where, its stacks; kills frozen ranks

@@ -98,7 +98,7 @@ def pause(rank: int, step: int) -> None:
 def observe(folder: Path) -> None:
     """Patch methods of this process to note each micro-batch before it is computed, and the time by part."""
     watch, parts = Watch(), {FORWARD: "forward", BACKWARD: "backward"}
-    micro_batches, mark, after_step = DistributedLoss.micro_batches, Arrivals.lap, Run.after_step
+    micro_batches, lap, after_step = DistributedLoss.micro_batches, Arrivals.lap, Run.after_step
     watch.around(Arrivals, Arrivals.begin_step, "other", "other")
     watch.around(Transfer, Transfer.__call__, "data", "transfer")
     watch.around(DistributedLoss, DistributedLoss.step, "reduction", "optimizer")
@@ -114,10 +114,10 @@ def observe(folder: Path) -> None:
             watch.charge("notes")
             yield batch
 
-    def marked(self: Arrivals, part: int) -> None:
+    def lapped(self: Arrivals, part: int) -> None:
         if part in parts:
             watch.charge(parts[part])
-        mark(self, part)
+        lap(self, part)
 
     def after(self: Run, *arguments: Any) -> None:
         after_step(self, *arguments)
@@ -128,7 +128,7 @@ def observe(folder: Path) -> None:
         times = {"steps": watch.steps - WARM_UP, "seconds": watch.seconds}
         (folder / f"times-{self.world.rank}.json").write_text(json.dumps(times))
 
-    DistributedLoss.micro_batches, Arrivals.lap, Run.after_step = noted, marked, after  # type: ignore[method-assign, assignment]
+    DistributedLoss.micro_batches, Arrivals.lap, Run.after_step = noted, lapped, after  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
