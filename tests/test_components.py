@@ -17,7 +17,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1861,
+    "common": 1887,
     "config": 595,
     "data": 3167,
     "distributed": 2533,
@@ -26,8 +26,8 @@ BUDGET = {
     "run": 7228,
     "tasks": 2307,
     "mirror": 575,
-    "launch": 3051,
-    "cli": 7492,
+    "launch": 3049,
+    "cli": 7477,
     "time_travel": 1681,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +36,7 @@ from ..common.arguments import flag
 from ..common.display import aligned, say
 from ..common.errors import FAILED, Refusal
 from ..common.network import Link
-from ..common.processes import count_cores, die_with_parent
+from ..common.processes import count_cores, start_in_session
 from ..config import Flag, MaybePath, option
 from ..launch.launchers import check_train_options, option_words
 from ..launch.topology import Command, Topology, refuse_useless_gpus, torchrun
@@ -255,15 +254,8 @@ def _started(command: Command, run_dir: Path) -> subprocess.Popen[bytes]:
     with output.open("ab") as file:
         file.write(f"$ {shlex.join(command.argv)}\n".encode())
         file.flush()
-        return subprocess.Popen(
-            command.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, **command.env},
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGTERM),
-        )
+        env = {**os.environ, **command.env}
+        return start_in_session(command.argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env)
 
 
 def _output(run_dir: Path) -> Path:

@@ -10,16 +10,17 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import keeper_link
 
@@ -77,6 +78,31 @@ def die_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG in <linux/prctl.h>
     if os.getppid() != parent:  # it died just before
         os.kill(os.getpid(), number)
+
+
+def start_in_session(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a child in a session of its own, which no Ctrl-C reaches, and which gets SIGTERM if this process dies.
+
+    A Ctrl-C that comes meanwhile is raised afterwards, and the child ended: in the handlers that Python calls around a
+    fork (`os.register_at_fork`) it would be printed and ignored. Takes the options of `subprocess.Popen`.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def begin() -> None:
+        die_with_parent(signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    process = None
+    try:
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=begin, **options)
+    finally:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except KeyboardInterrupt:
+            if process:
+                process.terminate()
+            raise
+    return process
 
 
 def name_process(name: str) -> None:

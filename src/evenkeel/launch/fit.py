@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +23,7 @@ from ..common.errors import FAILED, REFUSED, Ended, Refusal
 from ..common.keyboard import CtrlC
 from ..common.network import Link
 from ..common.phases import activity
-from ..common.processes import die_with_parent
+from ..common.processes import start_in_session
 from ..config import Config
 from ..resilience.interruption import Resident
 from ..run.build import build_model
@@ -143,9 +141,9 @@ class _Twice(CtrlC):
 def _launch(loop: Path, words: list[str], processes: int) -> None:
     """Run torchrun to its end, and print what it prints: the output of a child is not seen in every notebook."""
     command = torchrun(Topology(processes), Link("127.0.0.1"), loop, words)
-    process = subprocess.Popen(
+    process = start_in_session(
         command.argv, env={**os.environ, **command.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True, preexec_fn=partial(die_with_parent, signal.SIGTERM),
+        errors="replace",
     )  # fmt: skip
     assert process.stdout
     said = ""

@@ -11,11 +11,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...common.processes import Stat, descendants, die_with_parent, process_name
+from ...common.processes import Stat, descendants, process_name, start_in_session
 from .nodes import Lab, send
 
 PATIENCE = 60.0  # seconds from SIGTERM to SIGKILL; torchrun gives its workers 30, under our launchers 45
@@ -52,12 +51,8 @@ class Job:
                 argv = [word.replace("{node}", str(node)).replace("{master}", master) for word in self.command]
                 self.running[node] = self.lab.popen(node, argv, cwd=Path.cwd())
             else:
-                self.running[node] = subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for chaos, which then ends the job in its own way
-                    preexec_fn=partial(die_with_parent, signal.SIGTERM),
-                )
+                # Ctrl-C is for chaos, which then ends the job in its own way
+                self.running[node] = start_in_session(self.command, stdin=subprocess.DEVNULL)
 
     def ended(self) -> dict[int, int]:
         """Exit codes of the commands that have ended, by node."""

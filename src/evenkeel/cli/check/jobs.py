@@ -10,10 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
-from ...common.processes import descendants, die_with_parent
+from ...common.processes import descendants, start_in_session
 from ...distributed.exits import AGAIN
 
 NOTES, HOLD = "EVENKEEL_CHECK_NOTES", "EVENKEEL_CHECK_HOLD"
@@ -75,10 +74,9 @@ class Jobs:
     def popen(self, arguments: Sequence[str], output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start Python in its own session, so that Ctrl-C reaches only this process, which then ends all."""
         with output.open("ab") as file:
-            process = subprocess.Popen(
+            process = start_in_session(
                 [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                start_new_session=True, env={**os.environ, **self.env, **env},
-                preexec_fn=partial(die_with_parent, signal.SIGTERM),
+                env={**os.environ, **self.env, **env},
             )  # fmt: skip
         self._started.append(process)
         return process

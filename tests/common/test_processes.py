@@ -1,0 +1,34 @@
+"""Children, and the signals that come while they are started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+INTERRUPTED = """
+import os, signal, subprocess
+from evenkeel.common.processes import start_in_session
+
+os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))  # while Python calls such handlers
+try:
+    {start}
+    print("ignored")
+except KeyboardInterrupt:
+    print("raised")
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "outcome"),
+    [
+        ("start_in_session(['sleep', '60'])", "raised"),
+        ("subprocess.Popen(['true'], preexec_fn=os.getpid)", "ignored"),  # control: Python prints the error
+    ],
+)
+def test_ctrl_c_while_a_child_is_started_is_not_lost(start: str, outcome: str) -> None:
+    """It is raised, the child ends, and its signals are not blocked."""
+    code = INTERRUPTED.format(start=start)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert found.stdout == f"{outcome}\n", found.stderr
