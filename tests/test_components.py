@@ -19,11 +19,11 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1887,
     "config": 595,
-    "data": 3167,
-    "distributed": 2533,
-    "resilience": 1843,
-    "training": 6687,
-    "run": 7228,
+    "data": 3168,
+    "distributed": 2539,
+    "resilience": 1844,
+    "training": 6689,
+    "run": 7238,
     "tasks": 2307,
     "mirror": 575,
     "launch": 3049,
@@ -147,7 +147,7 @@ def test_the_reading_path_is_short_and_its_files_are_there() -> None:
     assert not [(file.name, said, lines) for file, said, lines in path if abs(said - lines) > 20], "docs/design.md"
     order = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file, *_ in path[1:]]
     later = {name for at, name in enumerate(order) if graph()[name] & set(order[at:])}
-    assert later == {"run.run", "distributed.world"}, "above what it imports, and docs/design.md names only 2 and 9"
+    assert later == {"run.run"}, "above what it imports, and docs/design.md names only 2"
 
 
 def test_every_room_says_what_is_in_it() -> None:

@@ -208,6 +208,7 @@ class Loader(DataLoader[Any]):
         for step in sampler.steps():
             for _ in sampler.micro_batches(step):
                 yield next(stream)
+        # reached because `by_step` asks once more than there are micro-batches
         self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.counts)
 
     def new_stream(self) -> Any:

@@ -14,9 +14,9 @@ import re
 from pathlib import Path
 
 
-def fails_first(line: str = "", or_otherwise: bool = False) -> bool:
-    """Whether no other rank of this node has failed in this attempt: most errors are the same on all ranks.
-    ``or_otherwise``: or the first one has failed with another line."""
+def claim_first_failure(line: str = "", or_otherwise: bool = False) -> bool:
+    """Record this failure, unless another rank of this node has recorded one in this attempt: most errors are alike on
+    all ranks. Returns whether it was recorded; with ``or_otherwise`` also if the first one was another line."""
     with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files
         file, text = _first_failure(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
         try:

@@ -38,7 +38,7 @@ from ..common.processes import (
     torchrun_agent,
     under_torchrun,
 )
-from .attempt_files import failed_alike, failed_before, fails_first, shorten_report
+from .attempt_files import claim_first_failure, failed_alike, failed_before, shorten_report
 from .causes import is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
 AGAIN = "; the same error as before: not tried again"
@@ -54,7 +54,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Ended as ended:
         line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
         # rank 0 may know more than the first one (which ranks are missing), but nothing about a bad sample of another
-        first = fails_first(line, or_otherwise=rank_0 and not isinstance(ended, Uncollated))
+        first = claim_first_failure(line, or_otherwise=rank_0 and not isinstance(ended, Uncollated))
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
         if speaks:
@@ -76,7 +76,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         if keeper_link.has_keeper() and is_loss_of_a_rank(error):
             keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         else:
-            speaks, again = fails_first(line), _comes_again(error, line)
+            speaks, again = claim_first_failure(line), _comes_again(error, line)
             if speaks and not failed_before(line):
                 print_traceback(error)
             if speaks:

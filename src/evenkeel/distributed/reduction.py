@@ -22,7 +22,11 @@ from .world import World
 
 
 class Reduction:
-    """Adds up the gradients of a step's micro-batches over all ranks (`world`)."""
+    """Adds up the gradients of a step's micro-batches over all ranks (`world`).
+
+    `DistributedLoss` calls, for each step: `begin_step`; after each backward pass but the last `accumulate`; in the
+    last one DDP calls `hook` for each bucket; then `end`, and `sum_small`.
+    """
 
     wrapped = False
     """Whether the model is wrapped already, by FSDP2."""
@@ -31,7 +35,7 @@ class Reduction:
         self.world = world
         self.hooked = world.launched
         """Whether DDP reduces the gradients, by :meth:`hook`; otherwise :meth:`end` does."""
-        self.complete = False
+        self.all_buckets_ready = False
         """Whether DDP has passed all buckets of the step to the hook."""
         self.arrived: Callable[[], None] = lambda: None
         """Called when DDP passes the last bucket: this rank has nothing more to compute."""
@@ -40,14 +44,14 @@ class Reduction:
 
     def begin_step(self, shares: Sequence[range]) -> None:
         """Begin a step with these micro-batches of each rank. The collectives of the previous step are over."""
-        self.complete = False
+        self.all_buckets_ready = False
 
     def repeats(self, micro_batch: int) -> bool:
         """Whether this rank computes a micro-batch that counts on another rank, as with --shard an idle rank does."""
         return False
 
     def accumulate(self, micro_batch: int) -> None:
-        """Add the gradient of a micro-batch to this rank's sum, if ``.grad`` is not that sum; another one follows."""
+        """Add a micro-batch's gradient to this rank's sum, where ``.grad`` does not add up itself (the tree)."""
 
     def end(self) -> None:
         """Finish the step after the last backward pass; raises what went wrong in a thread of the reduction."""
@@ -70,7 +74,7 @@ class Reduction:
         if self.before_reduction:
             self.before_reduction(bucket.parameters(), _views(bucket.buffer(), bucket.parameters()))
         if bucket.is_last():
-            self.complete = True
+            self.all_buckets_ready = True
             self.arrived()
 
 
@@ -164,7 +168,7 @@ class TreeReduction(Reduction):
     def _taken(self) -> list[Tensor]:
         """Take the gradients out of ``.grad``; zeros where there is none."""
         used = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
-        # without `unused` the last micro-batch must have a gradient of each parameter, as with DDP
+        # without `unused` only the last micro-batch counts: as with DDP, it must have a gradient of each parameter
         self._used = self._used | used if self.unused else used
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for parameter in self.parameters:

@@ -10,6 +10,8 @@ count restarts separately, and a change of membership is not counted. So they ag
 3. *go*: when all ranks have answered, rank 0 writes ``NONCE/go/NAME`` for each name, all in one request. A rank that
    finds its own name may use the namespace. The ranks that met under one nonce are a *generation*.
 
+A node that refuses its input writes the line over the call, and all others end with it.
+
 No dead attempt has written below the nonce, because only a rank that has read the call can. A rank that finds its go
 knows that rank 0 was alive after it came; the call of a dead rank 0 gets answers but never a go. One name is let in for
 each rank, all or none. Each world size has its own fixed key, so attempts of different sizes never meet.

@@ -52,7 +52,7 @@ class Diagnosis:
         silent = "rank 0 does not answer any more, or the network is down" if me else "the job's store does not answer"
         where = f"{silent}; {describe({me: beat_now(self._world)}, [])}"
         self.outlook = Outlook(where, me, watch.first_beats[:1] if me else [], [])
-        self._complete = False  # the other ranks have been asked
+        self._all_asked = False  # the other ranks have been asked
         self._collectives: dict[str, dict[str, Any]] = {}
         self._known = time.monotonic() + STORE_TIMEOUT + 3 * watch.interval  # when, if the store answers soon
         self._stacks_thread = threading.Thread(target=self._write_stacks, name="stacks", daemon=True)
@@ -74,11 +74,11 @@ class Diagnosis:
     @property
     def is_lowest(self) -> bool:
         """Whether this is the lowest live rank; False if the others could not be asked."""
-        return self._complete and self._world.rank == self.outlook.lowest
+        return self._all_asked and self._world.rank == self.outlook.lowest
 
     def is_within_reach(self) -> bool:
         """Whether each frozen rank is on a node with a live rank, which can kill it; else its node may be gone."""
-        sure = self._complete  # read before the outlook, which the thread sets first
+        sure = self._all_asked  # read before the outlook, which the thread sets first
         alive = {beat.host for beat in self._watch.first_beats if not self._is_frozen(beat)}
         return sure and {beat.host for beat in self.outlook.frozen} <= alive
 
@@ -88,7 +88,7 @@ class Diagnosis:
         While only the store's silence speaks against rank 0, kill it only if it is stopped. It may be saving: the store
         can be slow, or in another process. If rank 0's own process serves the store, it is silent only if stopped.
         """
-        sure = self._complete  # read before the outlook, which the thread sets first
+        sure = self._all_asked  # read before the outlook, which the thread sets first
         for beat in self.outlook.frozen:
             process = stat(beat.pid) if beat.host == socket.gethostname() else None
             above = stat(process.parent) if process else None
@@ -145,7 +145,7 @@ class Diagnosis:
             self._collectives = flight_recorder.taken("gloo")  # once a frozen rank is killed, none is pending any more
         with contextlib.suppress(RuntimeError):  # the store does not answer
             self.outlook = self._compare_beats()
-            self._complete = True
+            self._all_asked = True
 
     def _compare_beats(self) -> Outlook:
         """Read all ranks' last beats twice to see which stand still; clocks of machines are not compared."""

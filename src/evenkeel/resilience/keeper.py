@@ -121,7 +121,7 @@ class Keeper:
             if not self._handle_end(code):
                 if code:
                     self._memory.save_slots()
-                self._end(code)
+                self._end(code)  # does not return
             self._forks += 1
             forget_error()
             if self._changed():

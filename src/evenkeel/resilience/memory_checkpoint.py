@@ -4,6 +4,7 @@ Without it, ranks that start again in place wait for a disk twice: for the rescu
 it. So a survivor writes the step into a file without a name (memfd_create(2)), which a fork shares. Its keeper passes
 the file to the next rank. Meanwhile a child of the keeper writes it to the disk, so that no more is lost than without
 this if all processes die. The file is in no folder and has no size limit; the kernel frees it with its last process.
+The keeper closes it when the run has come further (`KeeperMemory.discard`) and no child writes it any more.
 
     rank        RankMemory.store      write a state, instead of or before a checkpoint
     keeper      KeeperMemory          what its rank, here its trainer, has stored; a child writes it to the disk

@@ -72,7 +72,7 @@ class Peers:
                 connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(REQUEST_TIMEOUT), 0))
         return store
 
-    def _lose(self) -> None:
+    def _disconnect(self) -> None:
         """Give up on a store that is gone or too slow, until the next generation meets in it: a new connection to a
         frozen one would never end."""
         self._connection = self._store = None
@@ -103,12 +103,12 @@ class Peers:
         also if the store does not answer."""
         try:
             if self._is_cut_off():
-                self._lose()
+                self._disconnect()
             if self._store and self._store.check([DIED]):
                 os.environ[keeper_link.LAST_END] = self._store.get(DIED).decode()
                 return True
         except RuntimeError:
-            self._lose()
+            self._disconnect()
         return False
 
     def report_death(self, how: str) -> bool:
@@ -121,7 +121,7 @@ class Peers:
                 self._store.set(DIED, how)
                 return True
         except RuntimeError:
-            self._lose()
+            self._disconnect()
         return False
 
     def confirm_death(self, wait_for_stop: Callable[[float], bool]) -> bool:
@@ -168,7 +168,7 @@ class Peers:
                 time.sleep(self.interval / 4)  # or the others would lose this store
                 gone = store.add(GONE, 0)
         except RuntimeError:
-            self._lose()
+            self._disconnect()
         return True
 
 

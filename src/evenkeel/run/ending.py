@@ -36,6 +36,7 @@ from .checkpointer import Checkpointer
 from .manifest import read_manifest, step_of
 from .records import goodput, goodput_to_show, ledger, read_facts, read_records
 from .run_directory import RunDirectory, RunState, mark_failed
+from .saver import SAVED
 from .state_files import Damaged, dump
 from .step_log import StepLog
 from .tracking import Tracker
@@ -166,7 +167,7 @@ class Ending:
             self._attempt.say(f"evenkeel: rank 0 lost another rank; {saved}; it starts again")
             return
         more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
-        saved += " (another rank may have saved the next)" * (self._world.world_size > 1 and "is saved" in saved)
+        saved += " (another rank may have saved the next)" * (self._world.world_size > 1 and SAVED in saved)
         restart = "a restart or " * (reason == "SIGTERM")  # torchrun sends it also when another rank has failed
         self._attempt.say(f"evenkeel: stopped by {reason}; {saved}; {restart}the same command continues there{more}")
 

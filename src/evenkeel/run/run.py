@@ -107,8 +107,14 @@ class Run:
     def open(cls, config: Config, task: Task, interruption: Interruption | None = None) -> Iterator[Run]:
         """Start or continue a run: devices, data, model; then the process group and the newest checkpoint.
 
-        Whatever ends the block, the last finished step is saved. Until the newest checkpoint is about to be loaded a
-        signal is only recorded. `interruption`: what takes signals; default: one that ends the process.
+        Whatever ends the block, the last finished step is saved. `interruption`: what takes signals; default: one that
+        ends the process.
+
+            phase                 a stop signal is followed by      an error is recorded by
+            building              the end of the process            nothing
+            connected             Attempt.stopped, a record         Attempt.failure_recorded
+            finished already      the end of the process            nothing
+            resuming, training    Ending.stopped, a rescue          Ending.failed, after a rescue
 
         Raises:
             Refusal: bad input; on one rank before the process group exists, or on all. `Refusal` says when.
@@ -120,7 +126,7 @@ class Run:
         with no_exit():
             attempt, state, why_not_meta = _built(config, task)
             world, training_set = attempt.world, attempt.sets[TRAINING]
-            interruption.rescue_with(attempt.stopped)  # which only records the stop: there is no state to save yet
+            interruption.rescue_with(attempt.stopped)
             with closing(attempt), world.connected(*timeouts(config, world.world_size, state)) as store:
                 with attempt.failure_recorded():
                     finished = attempt.begin(partial(find_micro_batch, config, task, world, training_set, state))
@@ -136,9 +142,9 @@ class Run:
                 # after `begin`, which opens the logs
                 warn_of_full_weights(state, world, why_not_meta)
                 interruption.rescue_with(run.ending.stopped)
-                # in the outer stack: inner contexts end first, so it still watches during the rescue
                 with ExitStack() as stack, run._finish_or_rescue(interruption):
                     run._resume()
+                    # `stack` is outside of the rescue, so the watch ends after it
                     stack.enter_context(run._watched(store, interruption))
                     yield run
 

@@ -180,7 +180,7 @@ def in_use(path: Path) -> bool:
 
 
 def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
-    """Store a copy of the run's options and rank 0's status on a node without rank 0, so that it can continue here
+    """Write a copy of the run's options and rank 0's status on a node without rank 0, so that it can continue here
     alone. With ``fresh`` an older launch's run is moved aside; returns where.
 
     On a shared file system the folder is rank 0's own, which holds its lock, and nothing is done.

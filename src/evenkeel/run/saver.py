@@ -29,6 +29,9 @@ RANK_DELAY = 0.05
 DISK_TIMEOUT = 1.0
 """Seconds in which a disk must answer which step is the newest there, before a rescue that memory is enough for."""
 
+SAVED = "is saved"
+"""In the text about a rescue whose step is on the disk."""
+
 NOTHING_NEW = "no step has finished in this attempt; nothing to save"
 
 
@@ -169,8 +172,8 @@ class Saver:
         half_time = begun + self._grace / 2  # whatever the waits take, from here on --grace is for writing
         reserved = self._staging.reserve(begun + self._grace / 4)
         try:
-            # New memory if the writer still has the other. On a CPU no copy is needed, because capture(final=True) lets
-            # no more steps be committed; a GPU that hangs may still commit one.
+            # CPU: no copy, as capture(final=True) lets no more steps be committed. A GPU that hangs may commit one: a
+            # copy, into the reserved memory, or into new memory if the writer still has that
             staging = self._staging if reserved and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
             # if not reserved, the checkpoint thread is writing, and discards what is in memory when it has finished
@@ -195,4 +198,4 @@ class Saver:
         # not before the capture: steps that finish meanwhile would be lost
         time.sleep(min(RANK_DELAY * local_rank, self._grace / 8))
         path = self.checkpoints.save_if_new(captured, until)
-        return f"step {step} is saved" + (f", in {time.monotonic() - begun:.2f} s" if path else "")
+        return f"step {step} {SAVED}" + (f", in {time.monotonic() - begun:.2f} s" if path else "")

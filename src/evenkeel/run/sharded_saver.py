@@ -19,7 +19,7 @@ from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.state import State
 from .checkpoint import facts_of, known_step
-from .saver import NOTHING_NEW, Saver
+from .saver import NOTHING_NEW, SAVED, Saver
 from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, write_rows, write_slots
 
 log = logging.getLogger(__name__)
@@ -126,4 +126,4 @@ class ShardedSaver(Saver):
                 self._staging.release()
         log.info("saved this rank's rows of steps %s in %.2f s", steps, time.monotonic() - begun)
         whole = self.checkpoints.newest_step()
-        return f"step {whole} is saved" if whole >= steps[0] else f"the rows of step {steps[-1]} of this rank are saved"
+        return f"step {whole} {SAVED}" if whole >= steps[0] else f"the rows of step {steps[-1]} of this rank are saved"

@@ -104,7 +104,7 @@ class DistributedLoss:
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
         self.reduction = self._build_reduction(config, collectives)
-        self._whole = loss if isinstance(loss, WholeBatch) else None
+        self._whole_batch = loss if isinstance(loss, WholeBatch) else None
         self._loss = Loss(state.model, loss, config.precision, network, unused and not dp, collectives)
         module = parallel(self._loss, config.strategy, world.device)
         self.module = module if dp else _wrap(module, self._network, world, self.reduction, unused)
@@ -121,7 +121,7 @@ class DistributedLoss:
         self._side_effects = SideEffects(state, loss, not config.verify_every)
         self._pass = Pass(None, 0, 0.0)  # of the present micro-batch, or the last one
         self._sums = StepSums(self.reduction, state.buffers, world.device)  # of the present step
-        self._complete = False  # whether it has its gradient, and `step` may come
+        self._has_gradient = False  # whether it has its gradient, and `step` may come
 
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """The batches of this rank's micro-batches, on its device; none on an idle rank, which takes part with zeros.
@@ -130,7 +130,7 @@ class DistributedLoss:
         rank has the gradient of the global batch in ``.grad``.
         """
         self.state.clear_gradients()
-        self._complete = False
+        self._has_gradient = False
         self._loss.step = step.number
         self._side_effects.record()
         self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
@@ -142,7 +142,7 @@ class DistributedLoss:
             self.reduction.begin_step(shares)
             if self._synced:
                 self._synced.select(sum(map(bool, shares)))
-            batches = self._embedded(self._whole, step, shares) if self._whole else step.batches
+            batches = self._embedded(self._whole_batch, step, shares) if self._whole_batch else step.batches
             # at the yield the loop of train.py runs forward and backward; the rest runs when it asks for the next batch
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 placed = self._begin_pass(micro_batch, batch, last := number == len(step.micro_batches))
@@ -156,7 +156,7 @@ class DistributedLoss:
             self.state.scaler.unscale(self.state.parameters)
         if self.state.buffers.numel or self.state.scaler or self.state.task_state:
             self._sums.begin_total()  # while the norm is computed; not earlier: a backward pass may change buffers too
-        self._complete = True
+        self._has_gradient = True
 
     def __call__(self, batch: Any) -> Tensor:
         """The mean loss of a micro-batch, a scalar."""
@@ -183,9 +183,9 @@ class DistributedLoss:
         Args:
             norm: the gradient's norm, from `clip_grad_norm`; None: it is computed here, and nothing is clipped.
         """
-        if not self._complete:
+        if not self._has_gradient:
             raise wrong_step()
-        self._complete = False
+        self._has_gradient = False
         self.norm = norm = clip_grad_norm(self.state.parameters, 0.0) if norm is None else norm
         if hasattr(norm, "full_tensor"):
             raise Ended(
@@ -256,7 +256,7 @@ class DistributedLoss:
         """The factor on the gradient of a micro-batch's loss: its part of the step's samples, times the loss scale.
         NaN if the loss is not finite, because its gradient might be finite all the same, and all ranks must notice."""
         scale = self.state.scaler.scale.to(this.contribution.device) if self.state.scaler else 1.0
-        weight = 1.0 if self._whole else this.weight  # a whole-batch loss has its weight already
+        weight = 1.0 if self._whole_batch else this.weight  # a whole-batch loss has its weight already
         return scale * weight + 0 * this.contribution
 
     def _finish_pass(self, micro_batch: MicroBatch) -> None:
@@ -300,7 +300,7 @@ class DistributedLoss:
 
     def _has_all(self) -> bool:
         """Whether all learning parameters have a reduced gradient; DDP's may be of an earlier micro-batch."""
-        reduced = self.reduction.complete or not isinstance(self.module, DistributedDataParallel)
+        reduced = self.reduction.all_buckets_ready or not isinstance(self.module, DistributedDataParallel)
         return reduced and all(parameter.grad is not None for parameter in self._learning)
 
     def _no_reduction(self) -> AbstractContextManager[None]:

@@ -83,7 +83,8 @@ class Staging:
 
         Args:
             tree: what to copy. A tensor that is new or has another shape gets new memory.
-            ends: how many tensors are copied before all others, and how many after them (`seqlock`).
+            ends: how many tensors are copied before all others, and how many after them (`seqlock`), in the order of
+                the dicts.
 
         Returns:
             The copy, and the function that fills in its tensors. Any thread may call it. It passes all tensors to

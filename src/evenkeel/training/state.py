@@ -156,6 +156,7 @@ class State:
         self.settle()
         # if the host must wait for a GPU, it does so here, before it takes the lock: a rescue would wait too
         norm, by_host = norm.to(self._devices[0]), self.task_state is not None
+        # skipped: counted, but nothing is applied; undone: not counted, and the run ends
         nonfinite, overflow, failed, skip = decide(norm, loss, self.scaler, self.optimizers, by_host)
         skip_on = {device: nonfinite.to(device) for device in self._devices}
         activity.enter(CHECKPOINT)  # the lock waits if a checkpoint is being copied
@@ -177,7 +178,7 @@ class State:
                 self.average.update(self.step + 1, nonfinite)
             self.step += 1
         self._verdict.ask(failed)
-        # at once, if the answer is here: until then an undone step leaves `queued` ahead of the device
+        # at once, if the answer is here: until then `queued` counts a step that the device may have undone
         if self._verdict.known or skip is True:
             self.settle()
         activity.step = self.step
@@ -245,16 +246,16 @@ class State:
             locked = stack.pop_all()
 
         def finish() -> dict[str, Any]:
-            whole = last_try = False
+            consistent = last_try = False
             with locked:
-                while not (whole or last_try):  # a slow step may reach its commit while it is copied
+                while not (consistent or last_try):  # a slow step may reach its commit while it is copied
                     # the devices have finished, so that another copy would be the same; or the time is up
                     last_try = self._seqlock.wait(until) or not left(until)
                     copy()
                     done, begun = ([number.item() for number in captured[name]] for name in ("done", "begun"))
-                    whole = len({*done, *begun}) == 1
+                    consistent = len({*done, *begun}) == 1
             del captured["done"], captured["begun"]
-            if not whole:
+            if not consistent:
                 raise Torn(f"the optimizer step to {max(begun)} has not finished")
             self._check_one_step(live, on_device=done[0], on_host=queued)
             return {"step": done[0], **captured}
@@ -287,7 +288,7 @@ class State:
             **self._optional_parts(),
         }
         live = self.sharding.described(live) if self.sharding else live
-        return {**live, "begun": self._seqlock.begun}
+        return {**live, "begun": self._seqlock.begun}  # last: it is copied after all others
 
     def _optional_parts(self) -> dict[str, Any]:
         """The parts of the state that not every run has."""
