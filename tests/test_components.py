@@ -18,8 +18,8 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1887,
-    "config": 595,
-    "data": 3168,
+    "config": 597,
+    "data": 3172,
     "distributed": 2539,
     "resilience": 1844,
     "training": 6689,
@@ -28,7 +28,7 @@ BUDGET = {
     "mirror": 575,
     "launch": 3049,
     "cli": 7477,
-    "time_travel": 1681,
+    "time_travel": 1685,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

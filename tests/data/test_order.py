@@ -277,6 +277,7 @@ def test_a_stream_has_its_own_order(wish: dict[str, Any]) -> None:
 
 
 def test_numbers_mean_the_data_set_that_the_task_has_returned_whatever_is_left_of_it() -> None:
+    assert [len(part) for part in split(Subset(range(9), []), 0.2, seed=4)] == [0, 0], "refused later, in a line"
     whole = Subset(range(1000), range(100, 200))
     train, _ = split(whole, 0.2, seed=4)
     left = limited(train, 30)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from evenkeel.common.errors import EndedByData, Refusal
 from evenkeel.data.shard_index import MANIFEST, read_index, write_index
-from evenkeel.data.shards import Shards
+from evenkeel.data.shards import Shards, _File
 from tests.support.damage import damaged, scratched
 from tests.support.raised import refusal_of
 from tests.support.shards import numbered, tars, write_lines, write_mds, write_tar
@@ -421,3 +421,15 @@ def test_an_index_that_is_made_again_replaces_the_old_one(tmp_path: Path) -> Non
     assert len(Shards(tmp_path)) == 15
     assert old[4]["cls"] == 4, "a set that is open goes on"
     assert len(list(tmp_path.glob("shards.index.*"))) == 2
+
+
+@pytest.mark.slow
+def test_a_sample_of_more_than_two_gibibytes_is_read(tmp_path: Path) -> None:
+    """Although Linux reads less at a time."""
+    path, size = tmp_path / "huge", (2 << 30) + 10
+    with path.open("wb") as file:
+        file.truncate(size)
+        file.seek(size - 3)
+        file.write(b"end")
+    content = _File(path, size).read(0, size)
+    assert (len(content), content[-4:]) == (size, b"\0end")

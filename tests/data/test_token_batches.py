@@ -70,6 +70,15 @@ def test_samples_once_and_steps_bounded(lengths: list[int], tokens: int, samples
     assert at == len(of)
 
 
+def test_another_number_of_micro_batches_is_another_order() -> None:
+    """Although each of them is the same: a step then begins elsewhere, so a run may not go on so."""
+    lengths = np.arange(500) % 20 + 1
+    one, other = (TokenBatches(lengths, tokens=1024, samples=128, parts=parts, seed=0) for parts in (41, 42))
+    assert one.sizes.tolist() == other.sizes.tolist()
+    assert one.bounds(0, 5)[0] != other.bounds(0, 5)[0]
+    assert one.name != other.name
+
+
 def test_any_number_of_ranks_reads_the_same_steps_from_any_of_them_on() -> None:
     dataset = lists()
     whole = steps_of(dataset, 1, epoch=2)

@@ -144,7 +144,7 @@ def test_the_constants_of_a_network_are_its_parameters_and_tied_ones_stay_one() 
 
 def test_two_optimizers_with_a_schedule_of_their_own() -> None:
     model = SMALL.model()
-    config = Config(lr=0.4, schedule="poly", optimizer="sgd", weight_decay=0.1)
+    config = Config(lr=0.4, schedule="poly", optimizer="sgd", momentum=0.8, weight_decay=0.1)
     optimizers = SMALL.optimizers(model, config)
     Rates(optimizers).set(SMALL.rates(config, 50, 100))
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]

@@ -8,14 +8,25 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from evenkeel.common.errors import Refusal
+from evenkeel.data.dataset import Collated, InMemory, Limited
 from evenkeel.time_travel.command import ReplayCommand
 from evenkeel.time_travel.culprit import Culprit, Finder, watched_modules
 from evenkeel.time_travel.look import merged, row_of
+from evenkeel.time_travel.names import source_of
 from evenkeel.time_travel.page import write_page
 from evenkeel.time_travel.replay import Replay
 from evenkeel.time_travel.save import save_sample
+
+
+def test_a_sample_of_a_part_of_the_data_is_named_whatever_collates_it() -> None:
+    files = InMemory(torch.arange(20), torch.arange(20))
+    files.paths = [f"file{number}" for number in range(20)]
+    part = Limited(files, [2 * number for number in range(10)])
+    assert [source_of(it, 5) for it in (part, Collated(part, list))] == ["file10", "file10"]
+    assert source_of(Subset(part, [5]), 0) == "file10"
 
 
 def found(samples: dict[int, float | None], **more: object) -> dict:

@@ -183,6 +183,8 @@ def test_with_patience_the_rhythm_of_evaluations_shapes_the_result_and_without_i
         old, new = (saved_options(Config(patience=patience, eval_every=every), {}) for every in (0, 5))
         assert [name for name, *_ in changed_options(old, new)] == shaping
     new = saved_options(Config(), {})
+    with pytest.raises(Refusal, match=r"^--text '/data/te\\udcff.txt': is not UTF-8"):
+        saved_options(Config(), {"text": "/data/te\udcff.txt"})
     assert changed_options({name: value for name, value in new.items() if name != "freeze"}, new) == []
 
 

@@ -38,7 +38,9 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(name, item) for item in value]
     if isinstance(value, Path):
-        return str(value)
+        value = str(value)
+    if isinstance(value, str) and value != value.encode(errors="replace").decode():
+        raise Refusal(f"{flag(name)} {value!a}: is not UTF-8, so config.toml cannot hold it; rename the file")
     if type(value) not in (bool, int, float, str):
         raise Refusal(
             f"{flag(name)}: config.toml cannot hold its value of type {type(value).__name__}; an option is a bool, "

@@ -52,7 +52,8 @@ def limited(dataset: SizedDataset, samples: int, method: str = "train_dataset") 
 def split(dataset: SizedDataset, fraction: float, seed: int) -> tuple[Limited, Limited]:
     """Split off a fraction of a data set: return the rest and that; depends on the number of samples and the seed."""
     size = length(dataset, "train_dataset")
-    order = shuffled(np.arange(size, dtype=np.uint64), size, seed, 0)
+    order = np.arange(size, dtype=np.uint64)
+    order = shuffled(order, size, seed, 0) if size else order
     cut = min(max(1, round(fraction * size)), size)
     return Limited(dataset, sorted(order[cut:].tolist())), Limited(dataset, sorted(order[:cut].tolist()))
 

@@ -220,6 +220,8 @@ class _File:
 
     def read(self, offset: int, size: int) -> bytes:
         content = os.pread(self.descriptor, size, offset)
+        while len(content) < size and (more := os.pread(self.descriptor, size - len(content), offset + len(content))):
+            content += more  # Linux reads less than 2 GiB at a time, see read(2)
         if len(content) < size:
             raise OSError(f"{len(content)} of {size} bytes could be read at byte {offset}")
         return content

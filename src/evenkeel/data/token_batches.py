@@ -61,7 +61,8 @@ class TokenBatches:
         self.sizes = np.diff(self._starts)
         self.padded = self.sizes * ascending[self._starts[1:] - 1]
         digest = hashlib.sha256(np.asarray([most, fit, *lengths], "<i8").tobytes()).hexdigest()[:16]
-        self.name = f"{len(self.sizes)} micro-batches of at most {most} tokens by sample_lengths() ({digest})"
+        cut = f"{len(self.sizes)} micro-batches, {parts} in a step (--micro-batches),"
+        self.name = f"{cut} of at most {most} tokens by sample_lengths() ({digest})"
         self._known: dict[int, tuple[Array, Integers]] = {}
 
     def shuffled(self, positions: Array, seed: int, epoch: int) -> Array:

@@ -111,7 +111,7 @@ class CompiledCode:
 
         def write(file: IO[bytes]) -> None:
             os.fchmod(file.fileno(), 0o600)
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
                 for name, path in files.items():
                     with contextlib.suppress(FileNotFoundError), self._whole(path) as whole:
                         if whole:

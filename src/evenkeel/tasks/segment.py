@@ -85,7 +85,7 @@ class Segment(Task):
 
     def optimizers(self, model: Any, config: Config) -> list[Optimizer]:
         """One for each network."""
-        theirs = replace(config, optimizer="adam", lr=self.discriminator_lr, weight_decay=0.0)
+        theirs = replace(config, optimizer="adam", lr=self.discriminator_lr, weight_decay=0.0, momentum=None)
         return [
             build_optimizer(model["segmenter"].parameters(), config),
             build_optimizer(model["discriminator"].parameters(), theirs),

@@ -7,6 +7,10 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Subset
+
+from ..data.dataset import Limited
+
 
 def source_of(dataset: Any, index: int) -> str:
     """The file of a sample, or its shard; "" if neither is known.
@@ -15,7 +19,7 @@ def source_of(dataset: Any, index: int) -> str:
     `paths` or `files`, all also inside subsets.
     """
     while hasattr(dataset, "dataset"):
-        if hasattr(dataset, "indices"):
+        if type(dataset) in (Subset, Limited):  # others, such as `Collated`, may pass on the attributes of an inner one
             index = int(dataset.indices[index])
         dataset = dataset.dataset
     if hasattr(dataset, "shards") and hasattr(dataset, "_starts"):
