@@ -295,7 +295,7 @@ a report says nothing is wrong of a run whose audit found something
     + "WRONG" if not found else
 a gradient that is wrong is committed as soon as it was found
     run/verification.py | tests/run | tests/promises/test_verify_every.py
-    - self.again = not self._agree(model, step)
+    - self.repeats_step = not self._agree(model, step)
     + self._agree(model, step)
 a rank whose weights have drifted keeps them
     run/verification.py | tests/run | tests/promises/test_verify_every.py

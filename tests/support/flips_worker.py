@@ -65,8 +65,8 @@ class Side:
                     for batch in self.model.micro_batches(step):
                         self.model.backward(self.model(batch))
                     self.model.step(clip_grad_norm(self.model.parameters(), 1.0))
-                    yield not self.verification.again
-                    if self.verification.again:
+                    yield not self.verification.repeats_step
+                    if self.verification.repeats_step:
                         break
                     first += 1
 

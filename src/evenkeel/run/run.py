@@ -252,7 +252,7 @@ class Run:
                 if self.asked_to_stop():
                     raise KeyboardInterrupt
                 yield step
-                again = self.verification.again  # --verify-every: the step was not committed
+                again = self.verification.repeats_step  # --verify-every: the step was not committed
                 if self.state.step != (step.number if again else step.number + 1):
                     raise wrong_step()
                 if again or self.state.is_over() or sampler.counts != self.step_log.balance.counts:
@@ -272,7 +272,7 @@ class Run:
             norm: the gradient's; None: as `model.step` had it.
         """
         state, lead = self.state, self.attempt.lead
-        if self.verification.again:
+        if self.verification.repeats_step:
             return  # --verify-every found a difference: this step was not committed, and is computed again
         self.checkpointer.saver.store_step(state)
         self._steps_here += 1

@@ -58,7 +58,7 @@ class Found(NamedTuple):
     """What each rank tells all others in a step that is verified."""
 
     own: str  # digest of what it has computed; of nothing, if it idles
-    again: str  # digest of what the rank before it should have computed
+    of_previous: str  # digest of what the rank before it should have computed
     state: str
 
 
@@ -88,7 +88,7 @@ class Verification:
         checkpointer: whose checkpoints may be those of a wrong state.
 
     Attributes:
-        again: the last step is not committed; it is to be computed again.
+        repeats_step: the last step is not committed; it is to be computed again.
         steps: verified so far, over all attempts.
         alarms: what was found, in a line each.
         wrong_nodes: how often which node was wrong or hung, over all attempts; Slurm's jobs leave such nodes out.
@@ -96,12 +96,12 @@ class Verification:
 
     def __init__(self, attempt: Attempt, state: State, checkpointer: Checkpointer) -> None:
         self._attempt, self._state, self._checkpointer, self.world = attempt, state, checkpointer, attempt.world
-        self._every, self.again = attempt.config.verify_every, False
+        self._every, self.repeats_step = attempt.config.verify_every, False
         known = attempt.status
         self.steps, self.alarms = known.get("verified", 0), list(known.get("alarms", []))
         self.wrong_nodes = Counter[str](known.get("wrong_nodes", {}))
         self._wrong: Counter[int] = Counter()  # alarms of each rank in this attempt
-        self._sure = -1  # the step before its commit, and its gradient, were compared without alarm
+        self._agreed_step = -1  # the step before its commit, and its gradient, were compared without alarm
         self._fit = False  # whether results can be compared: checked once
         if self._every and self.world.world_size == 1:
             log.warning("--verify-every %d: there is one rank only, and it cannot check itself", self._every)
@@ -122,29 +122,29 @@ class Verification:
             Ended: a rank has been wrong twice, a state has drifted and nobody can replace it, or the task does not give
                 the same bits twice.
         """
-        self.again = False
-        if self._sure < 0:  # an attempt may begin between two comparisons
-            self._sure = self._state.step // self._every * self._every if self._every else self._state.step
+        self.repeats_step = False
+        if self._agreed_step < 0:  # an attempt may begin between two comparisons
+            self._agreed_step = self._state.step // self._every * self._every if self._every else self._state.step
         if self.verifies(step):
             with activity.during(VERIFICATION):
                 self._state.settle()
-                self.again = not self._agree(model, step)
-        return not self.again
+                self.repeats_step = not self._agree(model, step)
+        return not self.repeats_step
 
     def _agree(self, model: VerifiedLoss, step: int) -> bool:
         ranks = range(self.world.world_size)
         own, given = on_host(model.mine), self._handed(model.kept, [(rank, self._after(rank)) for rank in ranks])
-        again, states = model.compute_again(given), digests(self._state.tensors())
-        everyone = self.world.gather(Found(_one(own), _one(again), _one(states)))
+        of_previous, states = model.compute_again(given), digests(self._state.tensors())
+        everyone = self.world.gather(Found(_one(own), _one(of_previous), _one(states)))
         if not self._fit:
             self._refuse_unfit(model)
         if len({found.state for found in everyone}) > 1:
             self._drifted(step, [found.state for found in everyone], states)
             return False
-        if wrong := [rank for rank in ranks if everyone[rank].own != everyone[self._after(rank)].again]:
-            self._alarm(step, *self._judged(model, wrong, own, again))
+        if wrong := [rank for rank in ranks if everyone[rank].own != everyone[self._after(rank)].of_previous]:
+            self._alarm(step, *self._judged(model, wrong, own, of_previous))
             return False
-        self.steps, self._sure = self.steps + 1, self._state.step + 1
+        self.steps, self._agreed_step = self.steps + 1, self._state.step + 1
         return True
 
     def _after(self, rank: int, places: int = 1) -> int:
@@ -168,12 +168,12 @@ class Verification:
         self._fit = True
 
     def _judged(
-        self, model: VerifiedLoss, wrong: Sequence[int], own: Digests, again: Digests
+        self, model: VerifiedLoss, wrong: Sequence[int], own: Digests, of_previous: Digests
     ) -> tuple[list[int], str, list[Who]]:
         """Let a third rank decide. Returns the suspects, the first tensor, and who each rank is."""
         pairs = [(rank, self._after(rank, 2)) for rank in wrong] if self.world.world_size > 2 else []
         third = model.compute_again(self._handed(model.kept, pairs))
-        everyone = self.world.gather((own, again, third, self._who()))
+        everyone = self.world.gather((own, of_previous, third, self._who()))
         suspects, tensor = set[int](), ""
         for rank in wrong:
             next_, judge = self._after(rank), self._after(rank, 2)
@@ -204,7 +204,7 @@ class Verification:
         found = f"the state of {name_ranks(drifted)} has drifted from the others' ({tensor}) before step {step + 1}"
         found = found if decided else f"{found}, and no majority can decide which is right"
         line = self._report(step, found, drifted, [it[1] for it in everyone], sure=decided)
-        if not decided or self._state.step != self._sure:  # the others have used its gradients since
+        if not decided or self._state.step != self._agreed_step:  # the others have used its gradients since
             self._end(line, drifted)
         self._end_if_again(line, drifted, drifted)
         self._renew(drifted, source := states.index(right))
@@ -233,7 +233,7 @@ class Verification:
             line: why.
             unfit: ranks whose state is wrong in any case.
         """
-        everywhere = self._state.step != self._sure
+        everywhere = self._state.step != self._agreed_step
         unfit = range(self.world.world_size) if everywhere else unfit
         if self.world.local_rank == 0 and (everywhere or self.world.rank in unfit):
             self._set_doubtful_aside()
@@ -244,7 +244,7 @@ class Verification:
         """Set aside checkpoints on this node that may be those of a wrong state; whether there were any."""
         self._checkpointer.take_result()
         # the commit that led to this step may be what was wrong: its result is compared in the next comparison only
-        wrong = [path for path in self._checkpointer.saver.checkpoints.all() if step_of(path) >= self._sure]
+        wrong = [path for path in self._checkpointer.saver.checkpoints.all() if step_of(path) >= self._agreed_step]
         for path in wrong:
             with contextlib.suppress(FileNotFoundError):  # nodes may share the folder
                 set_aside(path, WRONG)

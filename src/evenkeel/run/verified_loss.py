@@ -104,11 +104,11 @@ class VerifiedLoss(DistributedLoss):
         micro_batch, batch = given
         with generators_kept():
             seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
-            again = self._pass_of(micro_batch, batch)
-            loss = again.loss_of(self._loss(self._transfer(cloned(batch))))
-            again.contribution = loss.detach() * again.weight
-            gradients = torch.autograd.grad(loss, self._learning, self._gradient_factor(again), allow_unused=True)
-            packed = self._sums.packed(again)
+            repeated = self._pass_of(micro_batch, batch)
+            loss = repeated.loss_of(self._loss(self._transfer(cloned(batch))))
+            repeated.contribution = loss.detach() * repeated.weight
+            gradients = torch.autograd.grad(loss, self._learning, self._gradient_factor(repeated), allow_unused=True)
+            packed = self._sums.packed(repeated)
         if self._flips:
             self._flips.strike(self._learning, gradients, again=True)
         return on_host(self._digests(self._learning, gradients) | {REST: bit_sum(packed)})
