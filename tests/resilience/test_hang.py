@@ -82,17 +82,24 @@ def test_what_explains_a_hang_is_not_waited_for_with_the_save(tmp_path: Path) ->
 
 
 STUCK = """
-import sys, torch
+import ctypes, sys, time, torch
 from pathlib import Path
 from evenkeel.distributed.world import World
 from evenkeel.resilience.interruption import Resident
 from tests.resilience.test_hang import full_pipe
+from tests.support.processes import wait_until
 from tests.training.test_staging import Training
 
 training = Training(Path(sys.argv[1]), World(0, 0, 1, 1, torch.device("cpu"), launched=False))
 training.step()
-training.run._watched(None, Resident(1.0))
+watch = training.run._watched(None, Resident(1.0))
 full_pipe(training.run.attempt.logs / "rank-0.stacks.txt")
+if sys.argv[2:]:
+    watch.timeout = 2.0
+    watch.__enter__()
+    wait_until(lambda: watch._stacks, "the first look")
+    time.sleep(0.1)
+    ctypes.PyDLL(None).sleep(5)  # with the interpreter locked, so that faulthandler's own thread writes
 training.run.ending.hung()
 """
 
@@ -107,9 +114,10 @@ def full_pipe(path: Path) -> int:
     return pipe
 
 
-def test_a_disk_that_hangs_under_the_stacks_does_not_stop_the_rank(tmp_path: Path) -> None:
-    """faulthandler lets no other thread run while it writes."""
-    process = start([sys.executable, "-c", STUCK, tmp_path / "run"])
+@pytest.mark.parametrize("more", [(), ("locked",)], ids=["on request", "by its own thread"])
+def test_a_disk_that_hangs_under_the_stacks_does_not_stop_the_rank(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """faulthandler lets no other thread run while it writes, or while it waits for its own thread, which writes."""
+    process = start([sys.executable, "-c", STUCK, tmp_path / "run", *more])
     try:
         wait_until(lambda: (tmp_path / "run" / "status.json").exists(), "the start")
         wait_until(lambda: read(tmp_path / "run", "status.json")["state"] == "failed", "the end", limit=30)

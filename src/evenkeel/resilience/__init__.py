@@ -9,6 +9,7 @@
     interruption  a thread for stop signals: saves the state, and ends the process within --grace
     hang          every rank reports to the others what it does; no progress for --hang-timeout is a hang
     diagnosis     after an alarm: which rank is where, its stacks; kills frozen ranks
+    late_dump     stacks of a process in which not even that thread can run
     beats         what ranks last reported, and whose fault a hang may be
     flight_recorder  the last collectives of each rank after a hang, for torchfrtrace, and its verdict
     heartbeat     each rank writes a file once a second, for the health check of a container

@@ -134,7 +134,7 @@ class Diagnosis:
     def _write_stacks(self) -> None:
         """Through memory: no other thread runs while faulthandler writes, and a disk may take for ever."""
         with contextlib.suppress(Exception), _memory_file() as memory:  # a full disk, say
-            faulthandler.cancel_dump_traceback_later()
+            self._watch.late_dump.cancel()
             faulthandler.dump_traceback(memory, all_threads=True)
             memory.seek(0)
             self._watch.stacks.write(memory.read())

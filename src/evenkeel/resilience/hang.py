@@ -10,7 +10,6 @@ torchrun or the keepers restart the job. The beats also carry rank 0's news of c
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from ..distributed.rendezvous import is_served
 from ..distributed.world import World
 from . import heartbeat
 from .beats import Beat, beat_now
+from .late_dump import LateDump
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Watch:
         store: the part of it that is the watch's.
         interval: seconds between two beats.
         first_beats: of all ranks, when they entered.
+        late_dump: the stacks, if this watch cannot run.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Watch:
         self._patient = b""  # the last value read at PATIENT
         self._cleaning = threading.Thread()  # the last that has called `on_saved`
         self._stacks: IO[bytes] | None = None
-        self.first_beats: list[Beat] = []
+        self.late_dump, self.first_beats = LateDump(), list[Beat]()
 
     def __enter__(self) -> Watch:
         self.first_beats = self.world.gather(beat_now(self.world))
@@ -102,7 +103,7 @@ class Watch:
     def end(self) -> None:
         """Stop watching, and delete an empty file of stacks."""
         self._stopped.set()
-        faulthandler.cancel_dump_traceback_later()
+        self.late_dump.cancel()
         with contextlib.suppress(OSError):
             if self._stacks and os.fstat(self._stacks.fileno()).st_size == 0:
                 Path(self._stacks.name).unlink()
@@ -161,13 +162,12 @@ class Watch:
         tick = min(self.interval, self.timeout / 4)
         while not self._alarm.wait(tick):
             if self._stopped.is_set():
-                faulthandler.cancel_dump_traceback_later()  # this thread may have set it after `end`
+                self.late_dump.cancel()  # this thread may have set it after `end`
                 return
             if activity.changes != changes or activity.is_patient():
                 changes, idle = activity.changes, 0.0
                 with contextlib.suppress(OSError):
-                    # if even this thread cannot run, faulthandler writes the stacks without Python
-                    faulthandler.dump_traceback_later(self.timeout * 1.5, file=self.stacks)
+                    self.late_dump.put_off(self.timeout * 1.5, self.stacks)
             else:
                 idle += tick  # by ticks, because a suspended process is not a hanging one
             if idle >= self.timeout:
