@@ -405,3 +405,26 @@ class Hungry(Recorded):
         room = torch.empty(len(batch[0]) * greed * 550 * MIB, dtype=torch.uint8)
         assert room.numel()
         return super().loss(model, batch)
+
+
+class BatchNorm(Usual):
+    """The only buffers are a layer's statistics."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+class Queue(BatchNorm):
+    """MoCo's queue, whose pointer moves by a micro-batch where a step's samples are meant."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("queue", torch.zeros(2, 8))
+        model.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
+        return model
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        first, keys = int(model.queue_ptr), model(batch[0]).detach()
+        model.queue[:, (torch.arange(len(keys)) + first) % 8] = keys.T
+        model.queue_ptr[0] = (first + len(keys)) % 8
+        return self.entropy(model, batch)

@@ -1,12 +1,20 @@
 """Buffers are copied and compared a group at a time, and exactly."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from evenkeel.data.plan import Plan
 from evenkeel.training.buffers import Buffers
+from evenkeel.training.distributed_loss import DistributedLoss
+from evenkeel.training.state import State
+from tests.support.small_runs import odd_job, trained
+from tests.support.steps import passes
+from tests.training.test_gradients import ALONE
 
 GOOD = {torch.device("cpu"): torch.tensor(False)}
 
@@ -114,3 +122,51 @@ def test_what_begins_infinite_becomes_the_mean_of_the_micro_batches() -> None:
     buffers.commit(buffers.changed_by(changes[0] + changes[1]), GOOD)
     assert live["least"].tolist() == [4, float("inf")]
     assert live["most"] == 8
+
+
+def enqueue(model: Any, x: Tensor) -> None:
+    """As MoCo does."""
+    places = (torch.arange(len(x)) + model.kept[-1]) % 4
+    model.kept[places] = 1
+    model.kept[-1] = (model.kept[-1] + len(x)) % 4
+
+
+@pytest.mark.parametrize(
+    ("start", "change", "micro_batch", "warned"),
+    [
+        (torch.zeros(5, dtype=torch.int64), enqueue, 2, True),
+        (torch.zeros(5, dtype=torch.int64), enqueue, 6, False),
+        (torch.zeros(3, dtype=torch.int64), lambda model, x: model.kept[int(x[0, 0]) % 3].add_(1), 2, True),
+        (torch.tensor(False), lambda model, x: model.kept.fill_(True), 2, True),
+        (torch.tensor(0), lambda model, x: model.kept.add_(1), 2, False),
+        (torch.tensor(0.5), lambda model, x: model.kept.mul_(0.9).add_(x.mean()), 2, False),
+        (torch.tensor([True, False]), lambda model, x: None, 2, False),
+    ],
+    ids=["queue", "whole step", "counts", "flag", "steps", "mean", "mask"],
+)
+def test_saved_integers_that_are_no_statistics_are_named_once(
+    start: Tensor, change: Any, micro_batch: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        change(model, x)
+        return model(x).mean()  # type: ignore[no-any-return]
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.register_buffer("kept", start)
+    plan = Plan(6, 6, micro_batch, epochs=4)
+    learner = DistributedLoss(loss, State(model, []), ALONE, plan)
+    for step in range(4):
+        passes(learner, step, plan.micro_batches(step), torch.arange(12.0).view(6, 2).split(micro_batch))
+        learner.step()
+    assert len(caplog.records) == warned
+    assert all("change its buffer kept: a step adds the mean of" in it.message for it in caplog.records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Queue", "BatchNorm"])
+def test_a_run_with_a_queue_in_the_model_says_what_becomes_of_it(tmp_path: Path, kind: str) -> None:
+    first, other = trained(2, odd_job(kind, tmp_path / "run", "--drop-last"))
+    assert first.stderr.count("change its buffer queue_ptr: a step adds the mean of its micro-batches' changes") == (
+        kind == "Queue"
+    )
+    assert "buffer" not in other.stderr

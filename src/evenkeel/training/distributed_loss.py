@@ -132,10 +132,10 @@ class DistributedLoss:
         self.state.clear_gradients()
         self._has_gradient = False
         self._loss.step = step.number
-        self._side_effects.record()
         self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
         counts = self._balance.counts if self._balance else ()
         shares = self.plan.shares(step.number, self.world.world_size, counts)
+        self._side_effects.record(max(share.stop for share in shares))
         self._arrivals.begin_step(step.micro_batches)
         with self._explained():
             activity.enter(DATA)
@@ -196,6 +196,7 @@ class DistributedLoss:
             self.state.task_state.check()
             named = zip(("loss", *(self._sums.part_names or ())), self._sums.total().tolist(), strict=False)
             self.state.task_state.losses = dict(named)
+        self._side_effects.check_buffers(self._sums.total)
         self.state.commit(norm, self._sums.new_buffers(), self.loss if self.state.scaler else None)
 
     @property

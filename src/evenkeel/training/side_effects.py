@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import isclose, isfinite
 from pathlib import Path
@@ -19,6 +19,7 @@ from ..common.naming import listed
 from ..data.batch import tensors_in, to_device
 from ..data.randomness import generators_kept
 from ..distributed.data_parallel import rows_of
+from .buffers import Buffers
 from .compilation import uncompiled
 from .digest import on_host
 from .evaluation import evaluating, tensors_restored
@@ -26,6 +27,9 @@ from .state import State
 from .state_dicts import local_rows
 
 log = logging.getLogger(__name__)
+
+STATISTICS = ("num_batches_tracked", "zero_point")
+"""How the names of buffers end whose mean is right, though they are integers: BatchNorm's, and those of observers."""
 
 
 class SideEffects:
@@ -43,10 +47,12 @@ class SideEffects:
         self._weights: dict[str, int] = {}
         self._numbers: dict[str, float] = {}
         self._warned: set[str] = set()
+        self._micro_batches = 0
 
-    def record(self) -> None:
-        """Record, before the passes of a step, what they must not change."""
+    def record(self, micro_batches: int) -> None:
+        """Record, before the passes of a step of so many micro-batches, what they must not change."""
         self._steps += 1
+        self._micro_batches = micro_batches
         looks = self._on and self._steps & (self._steps - 1) == 0
         self._weights = self._sums() if looks else {}
         self._numbers = dict(self._find_numbers()) if looks else {}
@@ -82,6 +88,21 @@ class SideEffects:
                 "change it in after_step() and save it in state_dict() of the task", listed(numbers),
             )  # fmt: skip
 
+    def check_buffers(self, total: Callable[[], Tensor]) -> None:
+        """Warn of saved integers and flags that are no statistics, if micro-batches were averaged; `total` returns the
+        step's sums, which end with the changes of buffers."""
+        if not self._weights or self._micro_batches == 1:
+            return
+        new = [name for name in _odd_buffers(self._state.buffers, total) if name not in self._warned]
+        self._warned |= {*new}
+        if new:
+            log.warning(
+                "the model's passes change its buffer %s: a step adds the mean of its micro-batches' changes, each "
+                "from the step's first values; right for BatchNorm, but not for a queue and its pointer, counts of "
+                "samples or tables initialised by data: save those in the task's state_dict() and change them in "
+                "after_step(), or start a new run with --micro-batches 1", listed(new),
+            )  # fmt: skip
+
     def _sums(self) -> dict[str, int]:
         rows = zip(self._state.names.values(), local_rows(self._state.parameters), strict=True)
         sums = on_host({name: _word_sum(it.detach()) for name, it in rows})
@@ -101,6 +122,23 @@ class SideEffects:
             buffers, saved = self._state.model.named_buffers(), self._state.buffers.committed
             here = ((name, it) for name, it in buffers if name not in saved and _readable(it))
             yield from on_host({f"model.{name} {list(it.shape)}": _word_sum(it.detach()) for name, it in here}).items()
+
+
+def _odd_buffers(buffers: Buffers, total: Callable[[], Tensor]) -> Iterator[str]:
+    """The names of integers that change in another way than a count of steps does, which every micro-batch moves by
+    one, and of flags (bool or uint8) that change at all: a flag may say that data has initialised something."""
+    if not buffers.numel or all(group.wide.is_floating_point for group in buffers.groups):
+        return
+    parts = total()[-buffers.numel :].cpu().split([group.committed.numel() for group in buffers.groups])  # type: ignore[no-untyped-call]
+    for group, part in zip(buffers.groups, parts, strict=True):
+        if group.wide.is_floating_point:
+            continue
+        most = 0 if group.committed.dtype in (torch.bool, torch.uint8) else 1
+        # three thirds of a count may not add up to exactly one
+        odd = (part - part.round()).abs().maximum(part.abs() - most) > 1e-6
+        for name, each in zip(group.names, odd.split([it.numel() for it in group.live]), strict=True):
+            if each.any() and not name.endswith(STATISTICS):
+                yield name
 
 
 def _readable(tensor: Tensor) -> bool:
