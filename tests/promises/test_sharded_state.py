@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,19 @@ def test_a_keeper_that_is_killed_costs_no_step(run_dir: Path, one_rank: str) -> 
     runs.wait_for_start(run_dir, 2)
     assert runs.starts(run_dir)[1] >= 4
     runs.ended(process)
+    assert runs.weights_of(run_dir) == one_rank
+
+
+def test_a_stop_while_a_rank_is_frozen_saves_its_rows_before_torchrun_kills(run_dir: Path, one_rank: str) -> None:
+    process = three_ranks(run_dir)
+    runs.wait_for_step(run_dir, 4, process)
+    os.kill(runs.workers_of(process)[1], signal.SIGSTOP)
+    begun = time.monotonic()
+    processes.stop(process)
+    assert time.monotonic() - begun < 20, "torchrun kills after 30 s"
+    assert runs.saved_step(run_dir) == runs.told_step(run_dir)
+    runs.trained(2, job(run_dir))
+    assert runs.no_step_is_done_twice(run_dir)
     assert runs.weights_of(run_dir) == one_rank
 
 

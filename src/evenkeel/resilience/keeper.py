@@ -68,6 +68,9 @@ UNFORKABLE = 119
 LEAVE_TIMEOUT = 10.0
 """Seconds beyond --grace after which a trainer that was asked to leave, and has not, is killed."""
 
+ANSWER_TIMEOUT = 3.0
+"""Seconds to report a stop signal, with --shard: torchrun kills keepers after 30 s, and only they have these rows."""
+
 EXIT_TIMEOUT = 5.0
 """The same after a second Ctrl-C, which saves nothing more."""
 
@@ -192,6 +195,8 @@ class Keeper:
     def _is_overdue(self) -> bool:
         """Whether the trainer was asked to leave and no longer can: it is stopped, or its interpreter does not run."""
         asked, limit = self._stop_time or self._regroup_time, self._grace + LEAVE_TIMEOUT
+        if self._stop_time and "stop" not in self._messages and self._memory.in_slots():
+            limit = ANSWER_TIMEOUT
         if self._exit_time:
             asked, limit = self._exit_time, EXIT_TIMEOUT
         return 0 < asked < time.monotonic() - limit

@@ -197,7 +197,7 @@ class KeeperMemory:
             return
         if rank_memory.facts:
             self._save(MemoryCheckpoint(rank_memory.descriptor, rank_memory.facts))
-        elif stored := self._in_slots():
+        elif stored := self.in_slots():
             self._save(stored)
 
     def adopt(self, facts_json: str) -> None:
@@ -215,10 +215,11 @@ class KeeperMemory:
 
     def save_slots(self) -> None:
         """Start to write what is in the slots, because no trainer will be forked that could."""
-        if checkpoint := self._in_slots():
+        if checkpoint := self.in_slots():
             self._write(checkpoint, TRIES)
 
-    def _in_slots(self) -> SlotCheckpoint | None:
+    def in_slots(self) -> SlotCheckpoint | None:
+        """What is in the slots; None: no step, as without --shard."""
         steps = [step_in(each) for each in self._slots]
         return SlotCheckpoint(max(steps), self._slots) if any(steps) else None
 
