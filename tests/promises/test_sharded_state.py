@@ -187,6 +187,24 @@ def test_a_stop_while_a_rank_is_frozen_saves_its_rows_before_torchrun_kills(run_
     assert runs.weights_of(run_dir) == one_rank
 
 
+def test_a_source_that_one_keeper_must_import_again_costs_no_step(
+    run_dir: Path, tmp_path: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That keeper has written its slots and forgotten them; the others still have theirs in memory."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(tmp_path)]))
+    (tmp_path / "extra.py").touch()
+    lines = ["import os", "from tests.support.struck_task import Struck", "class Own(Struck): pass"]
+    (tmp_path / "own.py").write_text("\n".join([*lines, "if os.environ.get('RANK') == '1': import extra"]))
+    process = start(torchrun(3, TRAIN, *runs.options(f"{tmp_path / 'own.py'}:Own", run_dir, *RARE)))
+    runs.wait_for_step(run_dir, 4, process)
+    (tmp_path / "extra.py").write_text("changed = True")
+    os.kill(runs.workers_of(process)[2], signal.SIGKILL)
+    runs.ended(process)
+    assert len(runs.starts(run_dir)) == 2
+    assert runs.no_step_is_done_twice(run_dir)
+    assert runs.weights_of(run_dir) == one_rank
+
+
 def test_a_rank_that_does_not_see_the_folder_ends_the_job_in_one_line(tmp_path: Path) -> None:
     ranks = []
     for number, variables in enumerate(processes.rank_variables(2)):

@@ -1,7 +1,8 @@
 """How a sharded run continues: each rank takes its rows, from its keeper's memory or from files of any ranks.
 
 From memory the run goes on at *the smallest of the newest steps* of all ranks: ranks differ by one step at most, and
-each has its last two (`training.slots`). If a rank has none, because its node or its keeper is new, all read the disk.
+each has its last two (`training.slots`). If a rank has none, because its node or its keeper is new, the others write
+theirs, and all read the disk.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     """
     checkpoints, saver.writes = saver.checkpoints, world.rank < sharding.ranks
     _refuse_own_folder(world, checkpoints)
-    if world.rank == 0:
-        await_writers(checkpoints)
-    on_disk = world.broadcast(checkpoints.newest_step() if world.rank == 0 else None)
     saver.slots.keep_run(checkpoints.provenance.run_id)
     everywhere = world.gather(saver.slots.steps())
     step = common_step(everywhere)
+    if not step:  # a keeper that has imported changed source again has written its slots, and has them no more
+        saver.write_slots()
+        world.gather(None)
+    if world.rank == 0:
+        await_writers(checkpoints)
+    on_disk = world.broadcast(checkpoints.newest_step() if world.rank == 0 else None)
     activity.enter(START_UP, "resuming")
     step *= step >= (on_disk or 0)
     _replicate(world, sharding, saver, step, replicate)

@@ -74,6 +74,11 @@ class ShardedSaver(Saver):
         facts = facts_of(self.checkpoints, state.step, {}, "snapshot") | {"token": self.token}
         self.slots.write(lambda slot: state.capture(until, slot, final), facts, until)
 
+    def write_slots(self) -> None:
+        """Write what is in this rank's slots, so that other ranks' files of these steps become whole checkpoints."""
+        with suppress(OSError):  # then the run goes on from an older one
+            write_slots(self._descriptors, time.monotonic() + WRITER_TIMEOUT)
+
     def start(self, state: State, metrics: dict[str, float]) -> None:
         """As `Saver.start`, on ranks that write."""
         if self.writes:
