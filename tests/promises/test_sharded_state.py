@@ -164,6 +164,38 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_not_set_aside(
     assert runs.weights_of(run_dir) == one_rank
 
 
+FULL = """
+import errno, os
+from tests.support.struck_task import Struck
+
+class Full(Struck):
+    pass
+
+fsync = os.fsync
+
+def fail(file):
+    path = os.readlink(f"/proc/self/fd/{file}")
+    if "step-00000003" in path and path.endswith("state-1-of-2.pt"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    fsync(file)
+
+os.fsync = fail
+"""
+
+
+def test_a_disk_that_is_full_for_one_rank_costs_a_checkpoint(tmp_path: Path, run_dir: Path, one_rank: str) -> None:
+    (tmp_path / "full.py").write_text(FULL)
+    often = [*SHARD, *QUIET, "--checkpoint-every", 3]
+    begun = time.monotonic()
+    runs.trained(2, runs.options(f"{tmp_path / 'full.py'}:Full", run_dir, *often))
+    assert time.monotonic() - begun < 60, "rank 0 waits for the others for ten minutes"
+    (failure,) = records(run_dir, "checkpoint_failed")
+    assert (failure["step"], "a rank could not write its rows" in failure["reason"]) == (3, True)
+    assert "NO CHECKPOINT at step 3: [Errno 28] No space left on device" in log_of(run_dir)
+    assert len(runs.starts(run_dir)) == 1
+    assert runs.weights_of(run_dir) == one_rank
+
+
 def test_a_keeper_that_is_killed_costs_no_step(run_dir: Path, one_rank: str) -> None:
     process = three_ranks(run_dir, restarts=1)
     runs.wait_for_step(run_dir, 4, process)

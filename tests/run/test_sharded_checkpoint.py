@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -300,6 +301,41 @@ def replaced_or_killed(replace: Callable[[Path, Path], Path]) -> Callable[[Path,
         return replace(path, target)
 
     return act
+
+
+def without_space(checkpoints: Checkpoints, rank: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with pytest.raises(OSError, match="File too large"):
+        save(checkpoints, 5, only=range(rank, rank + 1))
+
+
+def test_a_rank_without_space_frees_what_it_has_and_rank_0_waits_no_longer(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 5, only=range(2))
+    in_a_fork(lambda: without_space(checkpoints, 2), killed=False)
+    (folder,) = checkpoints.folder.glob(".step-*.tmp")
+    assert (folder / file_of(2, 3)).stat().st_size == 0
+    begun = time.monotonic()
+    with pytest.raises(OSError, match=f"a rank could not write its rows: .*{file_of(2, 3)}"):
+        await_whole(checkpoints, 5, 20)
+    assert time.monotonic() - begun < 10
+    with (folder / file_of(2, 3)).open("r+b") as file:  # the control: one that is about to write
+        assert lock(file)
+        with pytest.raises(OSError, match="not all ranks have written"):
+            await_whole(checkpoints, 5, 3)
+        fcntl.flock(file, fcntl.LOCK_UN)
+    assert same(load(save(checkpoints, 5, only=range(2, 3))), whole(5)), "a stop at this step tries again"
+
+
+def test_what_other_ranks_have_left_of_it_is_deleted_later(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 5, only=range(2))
+    in_a_fork(lambda: without_space(checkpoints, 2), killed=False)
+    (folder,) = checkpoints.folder.glob(".step-*.tmp")
+    save(checkpoints, 6)
+    assert folder.exists(), "the control: a rank may be slow"
+    for each in (*folder.iterdir(), folder):
+        os.utime(each, (0, time.time() - 601))
+    save(checkpoints, 7)
+    assert names_in(checkpoints.folder) == ["step-00000006", "step-00000007"]
 
 
 class Rank:

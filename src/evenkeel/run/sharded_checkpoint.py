@@ -25,9 +25,9 @@ from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, unlock, write_json
 from ..resilience.slot_files import step_in
 from ..training import slots
-from .checkpoint import WRITER_TIMEOUT, Checkpoints, check_not_stale, checkpoints_of
+from .checkpoint import LEFT_BEHIND, WRITER_TIMEOUT, Checkpoints, check_not_stale, checkpoints_of
 from .manifest import MANIFEST, Kind, step_of
-from .state_files import HIDDEN, WrittenFile, clean, dump, file_of, final_of, folder_of, state_files
+from .state_files import HIDDEN, WrittenFile, clean, clean_locked, dump, file_of, final_of, folder_of, state_files
 
 ROWS_TIMEOUT = 600.0
 """Seconds that rank 0 waits for the rows of the others, after its own are written."""
@@ -60,6 +60,10 @@ def write_rows(
         return
     check_not_stale(checkpoints)
     folder = checkpoints.folder / f".{final.name}.{token}.tmp"
+    if kind == "checkpoint" and rows["rank"] == 0:
+        with checkpoints.in_turn(time.monotonic() + WRITER_TIMEOUT) as alone:
+            if alone:  # of a checkpoint for which a rank had no space, the others have left their rows
+                clean_locked(checkpoints.folder, LEFT_BEHIND)
     folder.mkdir(parents=True, exist_ok=True)
     name = file_of(rows["rank"], rows["ranks"])
     try:
@@ -75,15 +79,24 @@ def _write_once(path: Path, captured: Mapping[str, Any], info: dict[str, Any], u
     """Write rows, unless they are written: this rank's keeper and other replicas (--shard N) have the same ones."""
     piece = path.with_name(f"{path.name}.json")
     with path.open("ab") as file:
+
+        def unwritten() -> bool:
+            # a folder that has got its name meanwhile has this file elsewhere, and whole
+            return not piece.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
         if not lock(file, until):
             return  # another process is writing the same rows, and publishes them
         try:
-            # a folder that has got its name meanwhile has this file elsewhere, and whole
-            if not piece.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if unwritten():
                 file.truncate(0)  # of a process that was killed
-                written = dump(dict(captured), file)
-                os.fsync(file.fileno())
+                with os.fdopen(os.dup(file.fileno()), "ab") as rows:  # what it has not written goes with it
+                    written = dump(dict(captured), rows)
+                    os.fsync(rows.fileno())
                 write_json(piece, asdict(written) | info)
+        except OSError:
+            if unwritten():
+                file.truncate(0)  # frees the disk, and tells rank 0
+            raise
         finally:
             unlock(file)
 
@@ -117,9 +130,10 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
     just then, or a network file system showed it an old list of files. So this process looks each second.
 
     Raises:
-        OSError: not all ranks have written their rows by then.
+        OSError: not all ranks have written their rows by then, or one has failed to.
     """
     final, until = checkpoints.folder / folder_of(step), time.monotonic() + seconds
+    given_up: set[Path] = set()
     look = time.monotonic() + 1
     while not (final / MANIFEST).exists() and checkpoints.newest_step() < step:
         if time.monotonic() > until:
@@ -129,7 +143,19 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
             for folder in checkpoints.folder.glob(f".{final.name}.*.tmp"):
                 with contextlib.suppress(FileNotFoundError):  # it has its name now
                     publish_if_whole(checkpoints, folder, until)
+            before, given_up = given_up, set(filter(_is_given_up, checkpoints.folder.glob(f".{final.name}.*.tmp/*.pt")))
+            if failed := sorted(before & given_up):  # twice: a rank may be about to write
+                raise OSError(errno.EIO, "a rank could not write its rows", str(failed[0]))
             look = time.monotonic() + 1
+
+
+def _is_given_up(file: Path) -> bool:
+    """Whether no process writes a file of rows that is empty: one has failed to (`_write_once`), or was killed."""
+    with contextlib.suppress(FileNotFoundError), file.open("r+b") as opened:
+        if not os.fstat(opened.fileno()).st_size and lock(opened):
+            unlock(opened)
+            return True
+    return False
 
 
 def await_writers(checkpoints: Checkpoints) -> None:
