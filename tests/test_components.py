@@ -17,13 +17,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1887,
+    "common": 1904,
     "config": 597,
     "data": 3172,
     "distributed": 2539,
-    "resilience": 1875,
-    "training": 6728,
-    "run": 7238,
+    "resilience": 1881,
+    "training": 6753,
+    "run": 7274,
     "tasks": 2307,
     "mirror": 575,
     "launch": 3049,

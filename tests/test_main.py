@@ -39,7 +39,7 @@ def test_the_installed_command(
         ("new", "new", "NAME must be given (--help lists all options)"),
         ("checkpoint", "checkpoint lst runs/x", "unknown command lst; did you mean list? (--help lists all commands)"),
         ("status", "--version", "Unrecognized options: --version (--help lists all options)"),
-        ("plan", "plan --lr 4", "Unrecognized options: --lr, 4 (--help lists all options; those of train.py come"),
+        ("plan", "plan --lr 4", "Unrecognized options: --lr (--help lists all options; those of train.py come"),
         ("status", "status --jsn", "Unrecognized options: --jsn; did you mean --json? (--help lists all options)"),
     ],
 )

@@ -31,7 +31,7 @@ REFUSED = {
     "--constraint none": "Slurm refuses the job: .*feature",
     "--mem 900G": "Slurm refuses the job: .*([Mm]emory|not available)",
     "-- --batch-size 0": "--batch-size 0: must be at least 1",
-    "-- --epoch 3": "Unrecognized options: --epoch, 3; did you mean --epochs",
+    "-- --epoch 3": "Unrecognized options: --epoch; did you mean --epochs",
 }
 
 

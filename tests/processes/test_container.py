@@ -71,7 +71,7 @@ def test_ranks_that_have_lost_torchrun_may_save_before_the_container_ends(tmp_pa
     [
         (
             [*PLAIN, "--epochz", 5],
-            "Unrecognized options: --epochz, 5; did you mean --epochs? (--help lists all options)",
+            "Unrecognized options: --epochz; did you mean --epochs? (--help lists all options)",
         ),
         (["launch", "-g", 2, "--dry-run", "--", "--lr", -1], "--lr -1.0: must be at least 0"),
         (["--nprocs=2", "train.py"], "unrecognized arguments: --nprocs=2 (torchrun's options, then train.py"),

@@ -108,6 +108,16 @@ class BestOfNothing(Classify):
     best = "accuracy"
 
 
+class Returns(Classify):
+    def test_dataset(self):
+        held_out = [1, 2, 3]
+
+
+class Idle(Classify):
+    def test_dataset(self):
+        pass
+
+
 class Resolves(Classify):
     def resolved(self, recorded):
         pass
@@ -319,7 +329,7 @@ def test_help_names_options_that_torchrun_takes_for_its_own(folder: Path, capsys
     [
         (["--nonsense"], ["--nonsense"]),
         (["--batch-sise", "64"], ["--batch-sise", "did you mean --batch-size?"]),
-        (["--workers", "1"], ["Unrecognized options: --workers, 1; did you mean --num-workers?"]),
+        (["--workers", "1"], ["Unrecognized options: --workers; did you mean --num-workers?"]),
         (["--learnign_rate=0.1"], ["--learnign_rate=0.1; did you mean --lr?"]),
         (["--amp"], ["--amp: here it is --precision bf16 or --precision fp16"]),
         (["--resume", "auto"], ["--resume: not needed: the same command continues where it stopped"]),
@@ -345,6 +355,8 @@ def test_help_names_options_that_torchrun_takes_for_its_own(folder: Path, capsys
         ([""], ["an argument is empty"]),
         ([*mine("BestOfNothing")], ["the task's `best` is 'accuracy': it must be a metric's name and", "None"]),
         ([*mine("Constants"), "--patience", "2"], ["--patience 2: the task's `best` is None; name the metric"]),
+        ([*mine("Returns")], ["test_dataset() has no return: return the data, or None for a run", "_mine.py:"]),
+        ([*mine("Idle"), "--eval-only"], ["--eval-only: there is nothing to evaluate on, because test_dataset()"]),
         ([*mine("Resolves")], ["resolved() returned None: it must return a task"]),
         (["--init-partial"], ["--init-partial: there is no --init-from"]),
         (["--config", "none.toml"], ["--config none.toml: No such file"]),
@@ -415,7 +427,7 @@ def test_one_line_is_left_of_the_framed_message_on_any_terminal(
     monkeypatch.setattr(sys, "stdout", kind(io.BytesIO(), encoding=encoding))
     with pytest.raises(Refusal) as caught:
         parse(["--batch-sise", "4"])
-    expected = "Unrecognized options: --batch-sise, 4; did you mean --batch-size? (--help lists all options)"
+    expected = "Unrecognized options: --batch-sise; did you mean --batch-size? (--help lists all options)"
     assert str(caught.value) == expected
     assert refusal_of(parse, ["--keep", "one"]) == "--keep one: must be a whole number (--help lists all options)"
 

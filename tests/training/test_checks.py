@@ -1,6 +1,6 @@
 """What tasks get wrong: each works or is explained in a line, by real runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ from evenkeel.training.optimization import Rates, rate_names
 from evenkeel.training.side_effects import warn_of_sums
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
+from evenkeel.training.task_state import TaskState
 from tests.support.processes import free_port
 from tests.support.raised import line_of, refusal_of
 from tests.support.steps import passes
-from tests.training.test_gradients import ALONE
+from tests.training.test_gradients import ALONE, TinyTask
 
 
 @pytest.fixture
@@ -226,6 +227,33 @@ def test_numbers_that_a_loss_changes_are_named_once(caplog: pytest.LogCaptureFix
     first, second = (record.message for record in caplog.records)
     assert first.startswith("loss() changes self.passes, self.baseline, model.seen: no checkpoint has that, and")
     assert second.startswith("loss() changes model.lost [2]: no checkpoint has that, and each rank has its own")
+
+
+@pytest.mark.parametrize("saved", [(), ("weight",), ("queue",)])
+def test_what_after_step_changes_and_does_not_save_is_named_once(
+    saved: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Annealed(TinyTask):
+        weight, queue = torch.ones(1), torch.zeros(3)
+
+        def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
+            self.weight, self.queue = self.weight * 0.9, self.queue + step
+
+        def state_dict(self) -> dict[str, Any]:
+            return {name: getattr(self, name) for name in saved}
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            vars(self).update(state)
+
+    task = Annealed()
+    task.weight = torch.ones(1)
+    own = TaskState(task, 0, ALONE)
+    for step in range(8):
+        own.commit(nn.Linear(1, 1), step + 1)
+    found = [record.message for record in caplog.records]
+    assert [line.partition(":")[0] for line in found] == [
+        "after_step() changes self.weight, which state_dict() does not save"
+    ] * (not saved), "a task that saves something is trusted"
 
 
 def test_a_loss_that_ends_the_evaluation_mode_of_frozen_parts_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -144,6 +144,8 @@ def one_line_errors(
         names = [synonyms[name] for name in near]
     for theirs, ours in PLAIN.items():
         message = re.sub(theirs, ours, message).replace("', '", " ")
+    if message.startswith("Unrecognized options: "):
+        message = re.sub(", [^-][^,]*", "", message)  # the values of these options
     value, must, kinds = message.rpartition(": must be ")
     if must:
         *others, last = [KINDS.get(kind, kind) for kind in re.findall(r"[^|{}',\s]+", kinds) if kind != "None"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import difflib
 import importlib.util
+import inspect
 import os
 import re
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,18 @@ HINTS = {
     r"^'(tuple|list|dict)' object has no attribute": "not a tensor, but several: take one of them",
 }
 """Patterns in errors of torch -> what to do; these errors do not say it."""
+
+
+def lacks_return(function: Any) -> bool:
+    """Whether a function does something but has no `return`; False if its source is not known."""
+    try:
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return False
+    if not isinstance(found, ast.FunctionDef):
+        return False
+    idle = [isinstance(it, ast.Pass) or isinstance(getattr(it, "value", None), ast.Constant) for it in found.body]
+    return not all(idle) and not any(isinstance(it, ast.Return) for it in ast.walk(found))
 
 
 def load_name(name: str, label: str) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -255,7 +256,7 @@ class Attempt:
         self.logs = self.path / "logs" / f"attempt-{len(status['world_sizes']):04d}"
         ready = self._try_to_write(lambda: self._write_log(status))
         mine = describe(self.world.device)
-        log.info("this rank has %s", mine.line)
+        log.info("process %d of this rank has %s", os.getpid(), mine.line)
         if reason := keeper_link.why_absent():
             log.info("no keeper, so torchrun restarts this rank if it dies: %s", reason)
         everywhere = self.world.gather((mine, ready))

@@ -18,7 +18,7 @@ from ..training.replica import Replica
 from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.state import State
-from .checkpoint import facts_of, known_step
+from .checkpoint import WRITER_TIMEOUT, facts_of, known_step
 from .saver import NOTHING_NEW, SAVED, Saver
 from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, write_rows, write_slots
 

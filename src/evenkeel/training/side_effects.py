@@ -25,6 +25,7 @@ from .digest import on_host
 from .evaluation import evaluating, tensors_restored
 from .state import State
 from .state_dicts import local_rows
+from .task_state import is_readable, numbers_of
 
 log = logging.getLogger(__name__)
 
@@ -113,14 +114,12 @@ class SideEffects:
     def _find_numbers(self) -> Iterator[tuple[str, float]]:
         modules = ((f"model.{name}".rstrip("."), it) for name, it in self._state.model.named_modules())
         for owner, it in [("self", self._task), *modules]:
-            for name, value in getattr(it, "__dict__", {}).items():
-                if isinstance(value, Tensor) and value.numel() == 1 and _readable(value):
-                    value = value.item()
-                if type(value) in (int, float) or (name == "training" and type(value) is bool):
-                    yield f"{owner}.{name}", value
+            if isinstance(it, nn.Module):
+                yield f"{owner}.training", it.training
+            yield from ((f"{owner}.{name}", value) for name, value in numbers_of(it))
         if self._steps > 1:  # the first step may fill caches; one that grows has another name
             buffers, saved = self._state.model.named_buffers(), self._state.buffers.committed
-            here = ((name, it) for name, it in buffers if name not in saved and _readable(it))
+            here = ((name, it) for name, it in buffers if name not in saved and is_readable(it))
             yield from on_host({f"model.{name} {list(it.shape)}": _word_sum(it.detach()) for name, it in here}).items()
 
 
@@ -139,13 +138,6 @@ def _odd_buffers(buffers: Buffers, total: Callable[[], Tensor]) -> Iterator[str]
         for name, each in zip(group.names, odd.split([it.numel() for it in group.live]), strict=True):
             if each.any() and not name.endswith(STATISTICS):
                 yield name
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor with values: not a row of --shard's, nor a view of what FSDP2 has freed."""
-    ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-    odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
-    return ordinary and not odd and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _word_sum(tensor: Tensor) -> Tensor:

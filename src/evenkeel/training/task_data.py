@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from ..common.errors import Refusal, place_of, seen_at
 from ..common.naming import TEST, TRAIN, VALIDATION
+from ..common.user_code import lacks_return
 from ..config import Config
 from ..data.data_digest import TRAINING
 from ..data.dataset import Collated, Limited, Rows, SizedDataset, chosen_of, length, limited, split
@@ -193,6 +194,9 @@ def evaluation_sets(task: TaskData, config: Config) -> dict[str, SizedDataset]:
         _, validation = split(whole, config.validation, derive(config.seed, VALIDATION))
     seed_task(config.seed, "data")
     test = _data_of(task.test_dataset)
+    if test is None and lacks_return(task.test_dataset):
+        with seen_at(task.test_dataset):
+            raise Refusal("test_dataset() has no return: return the data, or None for a run without an evaluation")
     several = isinstance(test, dict) and bool(test) and not all(type(key) is int for key in test)
     sets: dict[Any, Any] = {} if validation is None else {VALIDATION: validation}
     tests = test if several else {} if test is None else {TEST: test}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import Ended, EndedHere, Refusal, place_of
-from ..common.naming import kind_of
+from ..common.naming import kind_of, listed
 from ..data.randomness import derive, seed_computation
 from ..distributed.collectives import no_collectives
 from ..distributed.world import World
@@ -48,7 +48,7 @@ class TaskState:
     """
 
     def __init__(self, task: Task, seed: int, world: World) -> None:
-        self._task, self._seed, self._world, self._commits = task, seed, world, 0
+        self._task, self._seed, self._world, self._commits, self._unsaved = task, seed, world, 0, set[str]()
         saves, loads = (defines(type(task), name) for name in ("state_dict", "load_state_dict"))
         if saves != loads:
             has, lacks = ("state_dict()", "load_state_dict(state)")[:: 1 if saves else -1]
@@ -100,17 +100,30 @@ class TaskState:
 
     def commit(self, model: nn.Module, step: int) -> None:
         """Call the task's `after_step` for a step that all ranks have taken; steps count from 1."""
+        self._commits += 1
+        looks = self._commits & (self._commits - 1) == 0  # after 1, 2, 4, 8, ... commits, so that the cost vanishes
+        earlier, numbers = (digest(self.now), dict(numbers_of(self._task))) if looks else ("", {})
         seed_computation(derive(self._seed, "after_step", step), self._world.devices)
         refused = "" if self._task.collectives else "after_step()"
         # a stop would lose changes of buffers and modes
         with torch.no_grad(), no_collectives(refused), tensors_restored(model), evaluating(model):
             self._task.after_step(model, step, self.losses)
-        if self.now is None:
-            return
-        self.now = self._read_later()
-        self._commits += 1
-        # after 1, 2, 4, 8, ... commits, so that the cost per step vanishes
-        self._mark = digest(self.now) if self._commits & (self._commits - 1) == 0 else ""
+        if self.now is not None:
+            self.now = self._read_later()
+        self._mark = digest(self.now) if looks else ""
+        if looks and self._mark == earlier:
+            self._warn_of_unsaved(numbers)
+
+    def _warn_of_unsaved(self, before: Mapping[str, float]) -> None:
+        """Warn if `after_step` has changed numbers of the task, but not what is saved of it."""
+        now = dict(numbers_of(self._task))
+        changed = [f"self.{name}" for name, then in before.items() if now.get(name, then) != then == then]
+        if new := [name for name in changed if name not in self._unsaved]:
+            self._unsaved |= {*new}
+            log.warning(
+                "after_step() changes %s, which state_dict() does not save: a run that is continued has the first "
+                "value again; define state_dict() and load_state_dict(state) with it", listed(new),
+            )  # fmt: skip
 
     def compare(self) -> None:
         """End the run on all ranks if their states differ."""
@@ -163,6 +176,22 @@ def load_task_state(own: TaskState | None, saved: Mapping[str, Any] | None) -> N
         log.warning("the checkpoint is older than the task's state_dict(): its state starts anew")
     elif own and saved is not None:
         own.load(saved)
+
+
+def numbers_of(owner: Any) -> Iterator[tuple[str, float]]:
+    """The numbers among an object's attributes, by name."""
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if isinstance(value, Tensor) and value.numel() == 1 and is_readable(value):
+            value = value.item()
+        if type(value) in (int, float):
+            yield name, value
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor with values: not a row of --shard's, nor a view of what FSDP2 has freed."""
+    ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
+    return ordinary and not odd and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def digest(state: Any) -> str:
