@@ -139,6 +139,8 @@ def test_the_line_to_blame() -> None:
 
     assert "# HERE" in text(blame([bad_tasks.Counts.loss], OWN_DICE, CHANGED))
     assert "# HERE" in text(blame([bad_tasks.Summed.loss], SUM))
+    of_one_line = bad_tasks.CountsInALine
+    assert "# HERE" in text(blame([of_one_line.loss, of_one_line.after_step, bad_tasks], CHANGED))
     assert "def loss" in text(blame([bad_tasks.Good.loss], SUM)), "without a suspicious line, where it begins"
     assert blame([json.dumps, len]) == "", "nobody's own"
 

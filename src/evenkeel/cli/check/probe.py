@@ -172,8 +172,8 @@ def lines(task: Task, sets: Mapping[str, SizedDataset]) -> Found:
 
 def methods(task: Task) -> Iterator[Any]:
     """The methods that compute: of a task's class and its parents, and of the networks that its file defines."""
-    kinds = [*type(task).__mro__, *(it for it in vars(module_of(task)).values() if isinstance(it, type))]
-    for kind in kinds:
+    beside = (it for it in vars(module_of(task)).values() if isinstance(it, type) and issubclass(it, nn.Module))
+    for kind in [*type(task).__mro__, *beside]:
         if issubclass(kind, (Task, nn.Module)):
             computing = {name: it for name, it in vars(kind).items() if not re.search("__init__|^model$|dataset", name)}
             yield from filter(callable, computing.values())

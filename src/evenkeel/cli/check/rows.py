@@ -58,7 +58,7 @@ def blame(suspects: Iterable[Any], *patterns: str) -> str:
     for pattern in patterns:
         for lines in found:
             for place, text in lines:
-                if re.search(pattern, text) and not re.match(r"\s*def ", text):
+                if re.search(pattern, re.sub(r"^\s*def .*\)( *->[^:]*)?:", "", text)):  # not in a signature
                     return place
     begins = [next((place for place, text in lines if re.match(r"\s*(def|class) ", text)), "") for lines in found]
     return next(iter(begins), "")
