@@ -22,7 +22,7 @@ BUDGET = {
     "data": 3172,
     "distributed": 2539,
     "resilience": 1881,
-    "training": 6753,
+    "training": 6756,
     "run": 7274,
     "tasks": 2307,
     "mirror": 575,

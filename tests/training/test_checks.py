@@ -16,11 +16,12 @@ from torch.optim import LBFGS, SGD, AdamW, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 
-from evenkeel.common.errors import Ended, EndedByData, Refusal
+from evenkeel.common.errors import Ended, EndedByData, EndedHere, Refusal
 from evenkeel.common.memory import is_out_of_memory
 from evenkeel.data.batch import explain_samples
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import Step
+from evenkeel.distributed.causes import is_mistake
 from evenkeel.training.checks import (
     check_metrics,
     check_model,
@@ -254,6 +255,17 @@ def test_what_after_step_changes_and_does_not_save_is_named_once(
     assert [line.partition(":")[0] for line in found] == [
         "after_step() changes self.weight, which state_dict() does not save"
     ] * (not saved), "a task that saves something is trusted"
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="this machine has a GPU")
+def test_a_loss_that_moves_its_batch_to_a_gpu_that_is_not_there_is_named_in_a_line_and_not_tried_again() -> None:
+    learner = DistributedLoss(
+        lambda model, batch: model(batch.cuda()).mean(), State(model := nn.Linear(2, 1), []), ALONE, Plan(2, 2, 2, 1)
+    )
+    with pytest.raises(EndedHere, match=rf"uses a GPU at {__file__}:\d+, and there is none: leave that") as raised:
+        passes(learner, 0, learner.plan.micro_batches(0), [torch.ones(2, 2)])
+    assert is_mistake(raised.value)
+    assert not raised.value.__cause__
 
 
 def test_a_loss_that_ends_the_evaluation_mode_of_frozen_parts_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer, SparseAdam
 
-from ..common.errors import Ended, EndedHere, Refusal
+from ..common.errors import Ended, EndedHere, Refusal, place_of
 from ..common.naming import TRAIN, kind_of, listed
+from ..distributed.causes import NO_GPU
 from ..distributed.reduction import is_dense
 from .compilation import SHAPES
 
@@ -28,7 +30,6 @@ TOO_FEW = "Expected more than 1 value per channel when training"
 """BatchNorm's error message for one sample."""
 
 INPLACE = "modified by an inplace operation"
-
 DENSE = "ranks add up dense gradients only: leave sparse=True out, and take Adam instead of SparseAdam"
 
 TAKEN = {"loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_wait", "scale", "overflows"}
@@ -283,19 +284,21 @@ def explain(error: BaseException, model: nn.Module) -> None:
     for part, line in KNOWN.items():
         if part in text and (part != INPLACE or recomputes):
             raise EndedHere(line.format(error=error)) from error
+    if re.search(NO_GPU, str(error)) and not any(Path("/dev").glob("nvidia*")):  # a driver may be lost for a moment
+        where = f"loss() or the model uses a GPU{place_of(error.__traceback__)}, and there is none"
+        raise EndedHere(f"{where}: leave that to Evenkeel, which moves the model and its batches") from None
     if "Expected to have finished reduction in the prior iteration" in str(error):
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        places = [int(place) for place in told[1].split()] if told else []
+        places = map(int, told[1].split() if told else ())
         raise _unused([names[place] for place in places if place < len(names)], len(names)) from error
 
 
 def _unused(missing: Sequence[str], of: int) -> EndedHere:
-    named = f": {listed(missing)}" if missing else ""
     return EndedHere(
-        f"{len(missing) or 'some'} of the model's {of} parameters got no gradient{named}; use them in the "
-        "loss, freeze them by requires_grad_(False), or set unused_parameters = True in the task's class if only some "
-        "steps do not use them"
+        f"{len(missing) or 'some'} of the model's {of} parameters got no gradient{': ' * bool(missing)}"
+        f"{listed(missing)}; use them in the loss, freeze them by requires_grad_(False), or set unused_parameters = "
+        "True in the task's class if only some steps do not use them"
     )
 
 
