@@ -57,6 +57,9 @@ def test_the_plan_says_how_shard_on_divides_the_state(tmp_path: Path, capsys: py
     assert f"--shard 3, each rank: weights {rows:.2f} MB, gradients {rows:.2f} MB" in capsys.readouterr().out
     with pytest.raises(Refusal, match="--shard 3: 4 ranks are no multiple of it"):
         PlanCommand(world_size=4)([*options, "--shard", "3"])
+    assert PlanCommand()([*options, "--batch-size", "20", "--micro-batch", "3"]) == 0
+    told = [line.strip() for line in capsys.readouterr().out.splitlines() if " samples as " in line]
+    assert told[:2] == ["rank 0: 11 samples as 3 + 3 + 3 + 2", "rank 1: 9 samples as 3 + 3 + 3"], "dealt in turn"
     everything = f"{ROOT / 'tests' / 'support' / 'everything_task.py'}:Everything"
     with pytest.raises(Refusal, match="--shard: "):
         PlanCommand()(["--task", everything, *options[2:]])

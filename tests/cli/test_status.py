@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from evenkeel.cli.follow import _Follower
-from evenkeel.cli.status import Metrics, Runs, _view, as_json, status_of
+from evenkeel.cli.status import Metrics, Runs, _view, as_json, find, status_of
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.manifest import Provenance, read_manifest
 from tests.support.components import has
@@ -67,6 +67,20 @@ def test_random_damage_to_what_a_run_has_written_ends_neither_status_nor_follow(
         follower.console, follower.begun = console, True
         follower.report(it := status_of(run_dir, follower.metrics))
         console.print(follower.panel(it))
+
+
+def test_a_run_whose_folder_is_a_link_is_found_and_a_circle_of_links_ends(tmp_path: Path) -> None:
+    shutil.copytree(OLD_RUNS / "finished", tmp_path / "scratch" / "run")
+    (runs := tmp_path / "runs").mkdir()
+    (runs / "linked").symlink_to(tmp_path / "scratch" / "run")
+    (runs / "circle").symlink_to(runs)
+    assert [*find(runs)] == [runs / "linked"]
+
+
+def test_follow_goes_on_after_the_clock_was_set_back() -> None:
+    follower, run = _Follower(OLD_RUNS / "finished"), status_of(OLD_RUNS / "finished", Metrics(OLD_RUNS / "finished"))
+    due = [follower.is_due({"time": time, "step": -1}, run) for time in (7200.0, 7201.0, 3606.0, 3607.0, 3612.0)]
+    assert due == [True, False, True, False, True]
 
 
 def test_a_run_on_another_machine(tmp_path: Path) -> None:

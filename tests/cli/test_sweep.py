@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from evenkeel.cli.sweep import Setting, SweepCommand, name_of, read, table
+from evenkeel.cli.sweep import Setting, SweepCommand, _refuse_changes, name_of, read, table
+from evenkeel.common.errors import Refusal
 from tests.support.processes import TRAIN
 from tests.support.raised import refusal_of
 
@@ -47,6 +48,15 @@ def setting(folder: Path, lr: float, seed: int, loss: Any = None) -> Setting:
         found.run_dir.mkdir()
         (found.run_dir / "summary.json").write_text(json.dumps({"metrics": {"test/loss": loss}}))
     return found
+
+
+def test_a_finished_run_has_the_options_of_the_file_however_it_has_settled_them(tmp_path: Path) -> None:
+    recorded = 'data_dir = "pixels"\nmicro_batch = 8\nfreeze = ["body"]\nlr = 0.1\n'
+    (tmp_path / "config.toml").write_text(recorded)
+    run = Setting({}, tmp_path, ())
+    _refuse_changes(run, {"data_dir": "./pixels/", "micro_batch": "auto", "freeze": "body", "lr": 0.1})
+    with pytest.raises(Refusal, match=r"has finished with --lr 0.1, and the file has 0.2; name another"):
+        _refuse_changes(run, {"lr": 0.2})
 
 
 def test_the_table_has_the_mean_and_the_deviation_of_a_sample(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_what_after_step_changes_and_does_not_save_is_named_once(
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="this machine has a GPU")
 def test_a_loss_that_moves_its_batch_to_a_gpu_that_is_not_there_is_named_in_a_line_and_not_tried_again() -> None:
     learner = DistributedLoss(
-        lambda model, batch: model(batch.cuda()).mean(), State(model := nn.Linear(2, 1), []), ALONE, Plan(2, 2, 2, 1)
+        lambda model, batch: model(batch.cuda()).mean(), State(nn.Linear(2, 1), []), ALONE, Plan(2, 2, 2, 1)
     )
     with pytest.raises(EndedHere, match=rf"uses a GPU at {__file__}:\d+, and there is none: leave that") as raised:
         passes(learner, 0, learner.plan.micro_batches(0), [torch.ones(2, 2)])

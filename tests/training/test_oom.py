@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from evenkeel.common.errors import Refusal
 from evenkeel.common.phases import CHECKPOINT, COMMIT, COMPUTING, activity
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
 from evenkeel.distributed.world import World
-from evenkeel.run.build import build_model
+from evenkeel.run.build import build_model, find_micro_batch
 from evenkeel.training.batch_size_finder import Probe
 from evenkeel.training.classification import Classification
 from evenkeel.training.evaluation import Evaluation
@@ -196,3 +197,20 @@ def test_the_probe_finds_what_fits_and_leaves_no_trace(fit: int) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert str(state.optimizers[0].state_dict()) == optimizer
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_micro_batch_that_is_found_and_leaves_batchnorm_a_single_sample_is_refused_before_the_run() -> None:
+    """As one that is typed; it failed in the last step of the first epoch."""
+
+    class Normed(Needy):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    task, config = Normed(4), Config(batch_size=9, micro_batch="auto")
+    model = task.model()
+    found, _ = find_micro_batch(config, task, ALONE, task.train_dataset(), State(model, []))
+    assert found == 3, "the control: 9 samples, and in the last step 5, in parts of 3"
+    task, config = Normed(4), Config(batch_size=8, micro_batch="auto")
+    short = InMemory(*(tensor[:13] for tensor in task.train_dataset().tensors))
+    with pytest.raises(Refusal, match="--batch-size 8 --micro-batch 4: the last step of an epoch has 5"):
+        find_micro_batch(config, task, ALONE, short, State(model, []))

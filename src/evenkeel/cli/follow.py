@@ -111,7 +111,8 @@ class _Follower:
 
     def is_due(self, record: dict[str, Any], run: RunStatus) -> bool:
         """Whether to print a line of training, as the job's own console does: one every few seconds, and the last."""
-        if self.drawn or (record["time"] - self.last_line < LINE_SECONDS and record["step"] != run.total_steps):
+        soon = 0 <= record["time"] - self.last_line < LINE_SECONDS  # negative if the clock was set back
+        if self.drawn or (soon and record["step"] != run.total_steps):
             return False
         self.last_line = record["time"]
         return True

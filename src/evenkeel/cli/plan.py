@@ -9,7 +9,7 @@ import tyro
 
 from ..common.display import say
 from ..config import option
-from ..data.plan import Plan
+from ..data.plan import Assignment, Plan
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -66,6 +66,7 @@ class PlanCommand:
             say("each micro-batch is embedded twice: batch_loss() is over all samples of a step, and then its gradient")
         self._say_divided(config, task)
         unequal = first_counts(config, plan, self.world_size)
+        how: Assignment = "share" if config.shard == "off" else "dealt"
         for name, step in steps.items():
             say(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker in range(self.world_size):
@@ -73,7 +74,9 @@ class PlanCommand:
                     shares = [chunks(micro.size, self.world_size) for micro in plan.micro_batches(step)]
                     sizes = [share[worker] for share in shares if worker < len(share)]
                 else:
-                    sizes = [micro.size for micro in plan.micro_batches(step, worker, self.world_size, unequal)]
+                    mine = plan.micro_batches(step, worker, self.world_size, unequal, how)
+                    # with --shard a rank that has fewer repeats the first one, which is rank 0's
+                    sizes = [micro.size for micro in mine if how == "share" or micro.id or not worker]
                 parts = f" as {' + '.join(map(str, sizes))}" * (len(sizes) > 1)
                 share = f"{_count(sum(sizes), 'sample')}{parts}" if sizes else "no micro-batch is left for it"
                 say(f"  {'GPU' if dp else 'rank'} {worker}: {share}")

@@ -196,7 +196,12 @@ class Metrics(Tail):
 
 def find(folder: Path) -> Iterator[Path]:
     """All runs at or below a folder, by name, except those that --fresh has moved aside."""
-    for path, below, files in os.walk(folder):
+    seen = set[str]()
+    for path, below, files in os.walk(folder, followlinks=True):  # runs may be links to another disk
+        if (real := os.path.realpath(path)) in seen:
+            below.clear()
+            continue
+        seen.add(real)
         if {"config.toml", "status.json"} <= set(files) or Path(path, "slurm", "job.json").is_file():
             below.clear()
             yield Path(path)

@@ -240,11 +240,17 @@ def _refuse_changes(setting: Setting, fixed: Mapping[str, Any]) -> None:
     """A finished run counts only if it had the file's fixed options; the others are in its name."""
     had = read_config(setting.run_dir / "config.toml")
     for name, value in fixed.items():
-        if name in had and had[name] != value:
+        if name in had and not _is(had[name], value):
             raise Refusal(
                 f"{setting.run_dir} has finished with {flag(name)} {had[name]}, and the file has {value}; name another "
                 "--run-dir, or move that run away"
             )
+
+
+def _is(recorded: Any, typed: Any) -> bool:
+    """Whether a run has this value of the file: it has settled "auto", normalised paths, and made lists of words."""
+    same_path = isinstance(typed, str) and recorded == str(Path(typed))
+    return typed == "auto" or recorded in (typed, [typed]) or same_path
 
 
 def _started(command: Command, run_dir: Path) -> subprocess.Popen[bytes]:

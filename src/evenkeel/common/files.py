@@ -121,7 +121,7 @@ def alike(value: Any, example: Any) -> bool:
     if type(value) is not type(example):
         return False
     if type(example) is int:
-        return bool(0 <= value < 2**63)
+        return bool(min(0, example) * 2**63 <= value < 2**63)
     if isinstance(example, dict) and len(example) > 1:
         return value.keys() == example.keys() and all(alike(value[name], example[name]) for name in example)
     if isinstance(example, dict):

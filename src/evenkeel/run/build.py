@@ -237,9 +237,16 @@ def warn_of_full_weights(state: State, world: World, why_not_meta: str) -> None:
 def find_micro_batch(
     config: Config, task: Task, world: World, train_set: SizedDataset, state: State
 ) -> tuple[int, str]:
-    """For --micro-batch auto: see `Probe`. A state to divide is divided before, as in all steps."""
+    """For --micro-batch auto: see `Probe`. A state to divide is divided before, as in all steps.
+
+    Raises:
+        Refusal: a micro-batch has a single sample, and the model's BatchNorm cannot train on it.
+    """
     shard(state, task, world, config)
-    return Probe(config, task, world, train_set, state)()
+    found, line = Probe(config, task, world, train_set, state)()
+    config = replace(config, micro_batch=found)
+    refuse_single_samples(config, task.loss, state.model, Plan.of(config, positions_in(train_set)), world, train_set)
+    return found, line
 
 
 def refuse_old_torch(config: Config) -> None:

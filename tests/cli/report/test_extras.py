@@ -39,6 +39,12 @@ def test_without_names_classes_are_numbers(tmp_path: Path) -> None:
     assert np.isnan(found.recall[2]), "no sample of it"
 
 
+def test_a_picture_that_did_not_decode_is_left_out(tmp_path: Path) -> None:
+    (found,) = changed(tmp_path, targets=[0, -1, 1])
+    assert found.confusion.tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
+    assert changed(tmp_path, targets=[-1, -1, -1]) == []
+
+
 def test_only_pictures_get_into_the_page(tmp_path: Path) -> None:
     mistake = {"index": 1, "target": 1, "prediction": 2, "confidence": 0.9}
     images = ['x" onerror="alert(1)', "PHN2Zz4=", "iVBORw0KGgo=", None]

@@ -98,6 +98,14 @@ def test_attempts_end_as_they_say_or_were_killed(tmp_path: Path) -> None:
     assert history.seconds["dead"] == pytest.approx((18 - 14) + (28 - 22) + (38 - 30))
 
 
+def test_a_step_that_two_later_attempts_begin_before_was_done_again_as_often_as_it_was_computed(tmp_path: Path) -> None:
+    records = [record("start", 0, 1.0), record("train", 10, 2.0)]
+    records += [record("start", 5, time) for time in (3.0, 4.0, 5.0)]  # two died before a step
+    assert read(write(tmp_path / "run", records)).again == 5
+    records += [record("train", 8, 6.0), record("start", 5, 7.0), record("train", 11, 8.0)]
+    assert read(write(tmp_path / "run", records)).again == 8
+
+
 def test_a_run_that_has_lost_all_its_steps(tmp_path: Path) -> None:
     records = [record("start", 0, 1.0), record("train", 5, 2.0, loss=1.0), record("start", 0, 3.0)]
     history = read(write(tmp_path / "run", records))

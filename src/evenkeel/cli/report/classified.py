@@ -56,12 +56,16 @@ def _read(path: Path) -> Classified | None:
         return None
     targets: Any = content.get("targets")
     predictions: Any = content.get("predictions")
-    if not alike(targets, [0]) or not alike(predictions, [0]) or not 0 < len(targets) == len(predictions):
+    if not alike(targets, [-1]) or not alike(predictions, [0]) or len(targets) != len(predictions):
         return None
+    known = [number for number, target in enumerate(targets) if target >= 0]  # -1: an image that did not decode
+    if not known:
+        return None
+    targets, predictions = ([numbers[number] for number in known] for numbers in (targets, predictions))
     named, most = alike(content.get("classes"), [""]), max(*targets, *predictions)
     classes = content["classes"] if named else [str(it) for it in range(min(most, MOST_CLASSES) + 1)]
     number = len(classes)
-    if min(*targets, *predictions) < 0 or not most < number <= MOST_CLASSES:
+    if not most < number <= MOST_CLASSES:
         return None
     confusion = np.zeros((number, number), dtype=np.int64)
     np.add.at(confusion, (targets, predictions), 1)

@@ -145,7 +145,7 @@ class History:
             last.ending, end = last.ending or "killed", str(record.get("last_end") or "")
             last.reason = end if " was killed by " in end else last.reason or end  # a rank that left has said why
             last.last_step = max(last.last_step, step)  # it was saved, though its last steps may not be logged
-            self.again += max(attempt.last_step for attempt in self.attempts) - step
+            self.again += last.last_step - step
         for curve in self.curves.values():
             curve.cut(step)
         ranks, begun = record.get("world_size", 0), max(0.0, time - sum(record.get("spent", {}).values()))
