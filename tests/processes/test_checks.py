@@ -1,6 +1,7 @@
 """What tasks and data sets get wrong: each works or is explained in a line, by real runs."""
 
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -8,7 +9,18 @@ import pytest
 
 from tests.support import needs
 from tests.support.processes import ROOT, TRAIN, checked, finish, fork, read, records, run, run_forked, torchrun
-from tests.support.small_runs import ODD_TASKS, failed, odd_job, refusal, the_line, trained
+from tests.support.small_runs import (
+    ODD_TASKS,
+    OWN,
+    failed,
+    job,
+    odd_job,
+    own_task,
+    refusal,
+    saved_step,
+    the_line,
+    trained,
+)
 
 WRONG = [
     ("Frozen", 2, "model() returned a Linear without a parameter that requires a gradient (requires_grad is False for"),
@@ -176,6 +188,35 @@ def test_a_likely_mistake_is_said_once_and_what_is_rare_works(tmp_path: Path, ta
     if task in ("UsualBest", "BesidesTheLoss"):
         (*_, newest) = sorted((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
         assert read(newest.parent, newest.name)["best_by"] == ["test/loss", "min"]
+
+
+@pytest.mark.parametrize("best", ["Task.best", "('error', 'min')"])
+def test_what_decides_is_found_out_after_a_kill_too(tmp_path: Path, best: str) -> None:
+    """By the first evaluation, if the rehearsal before the first step had too few samples."""
+    body = f"""
+        best = {best}
+        def loss(self, model, batch):
+            if activity.step == 2 and not os.path.exists({str(tmp_path / "killed")!r}):
+                open({str(tmp_path / "killed")!r}, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().loss(model, batch)
+        def summarize(self, means, samples):
+            return {{"loss": float(means["loss"]) / (samples == 37)}}
+    """
+    task = own_task(tmp_path, body, "from evenkeel.common.phases import activity\nfrom evenkeel.tasks import Task")
+    shape = ["--max-steps", 8, "--checkpoint-every", 1, "--eval-every", 4, "--keeper", "off", "--task", task]
+    words = job(tmp_path / "run", *shape)
+    checked(finish(fork(TRAIN, *words, env=OWN)), -signal.SIGKILL)
+    assert saved_step(tmp_path / "run") in (1, 2)
+    said = checked(finish(fork(TRAIN, *words, env=OWN)), 0).stderr
+    decides = [
+        read(folder, "manifest.json")["best_by"] for folder in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    ]
+    if best == "Task.best":
+        assert decides[-1] == ["test/loss", "min"]
+        assert "no best checkpoint" not in said
+    else:
+        assert said.count(NO_BEST) == 1
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Evaluator:
         self._attempt, self._task, self._state = attempt, task, state
         self._evaluations: list[Evaluation] = []
         self._recorded: tuple[int, dict[str, float]] = 0, {}  # by an earlier attempt: the step, and its metrics
-        self._checked = True  # whether the metrics have the one that decides; False: not known before the first
+        self._checked = False  # whether metrics of this attempt have shown if they have the one that decides
         self.metrics: dict[str, float] = {}
         """Of the present step, by full names; empty if it was not evaluated."""
 
@@ -54,7 +54,6 @@ class Evaluator:
             warn = partial(warn_of_sums, "metrics", self._task, attempt.world.device, size)
             rehearsed, *_ = [it.rehearse(*compute, *[warn] * (it is first and size > 0)) for it in self._evaluations]
             media.check(first.shown)
-            self._checked = rehearsed is not None
             if rehearsed is not None:
                 self._check(rehearsed)
                 if schedulers := self._state.schedulers:
@@ -67,7 +66,9 @@ class Evaluator:
         return state.stopping.owed(state.step) or bool(state.schedulers and state.schedulers.owes(state.step))
 
     def _check(self, metrics: dict[str, float]) -> None:
-        """Warn of an evaluation that lacks the metric that decides; find out whether the loss does."""
+        """Warn of the first evaluation if it lacks the metric that decides; find out whether the loss does."""
+        if self._checked:
+            return
         self._checked = True
         self._state.stopping.check(metrics)
         self._attempt.provenance.best_by = self._state.stopping.best_by
@@ -83,12 +84,12 @@ class Evaluator:
         usable = all(isinstance(value, int | float) for value in known.values())  # what is not is None in a record
         usable &= any(name.startswith(f"{first.name}/") for name in known)  # else the run had other sets then
         if usable and step == self._state.step and not self._state.is_over():
-            self._state.record_evaluation(known | {n.removeprefix(f"{first.name}/"): v for n, v in known.items()})
+            own = {n.removeprefix(f"{first.name}/"): v for n, v in known.items()}
+            self._check(self._state.record_evaluation(own | known))
             self.metrics = known
             return
         metrics = self._state.record_evaluation(first())
-        if not self._checked:
-            self._check(metrics)
+        self._check(metrics)
         self.metrics = first.named(metrics)
         if first.name != VALIDATION or self._state.is_over():
             for other in others:
