@@ -9,7 +9,7 @@ import pytest
 from evenkeel.run.manifest import load, step_folders
 from tests.support import needs
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, records, run_forked, start, torchrun
+from tests.support.processes import TRAIN, records, run_forked, start, torchrun, wait_until
 from tests.support.small_runs import SUPPORT, ended, failed, interrupt, options, trained, weights_of
 
 EPOCHS, STEPS = 3, 9
@@ -89,6 +89,28 @@ def test_ranks_that_start_again_in_place_find_it_in_memory(tmp_path: Path, alone
     ended(process)
     assert "which was in memory" in "".join(path.read_text() for path in (run_dir / "logs").rglob("*.log"))
     assert weights_of(run_dir) == weights_of(alone / "alone")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_it_is_made_again_costs_nothing(tmp_path: Path) -> None:
+    """The other one saves the task's state of the present step, although refresh() gets that of the epoch's first."""
+    run_dir, slow = tmp_path / "run", tmp_path / "slow"
+    hold, held = Path(f"{slow}.hold"), Path(f"{slow}.held-0")
+    slow.touch()
+    process = start(torchrun(2, TRAIN, *job("Summing", run_dir, "--slow", slow, "--keeper", "on")))
+    runs.wait_for_step(run_dir, STEPS + 3, process)
+    hold.touch()
+    with runs.locked(run_dir):  # a slow disk, which does not have the step yet
+        os.kill(runs.workers_of(process)[1], signal.SIGKILL)
+        wait_until(held.exists, "refresh() of the second attempt")
+        os.kill(runs.workers_of(process)[1], signal.SIGKILL)
+        wait_until(lambda: len(records(run_dir, "stop") + records(run_dir, "failure")) == 2, "its end")
+    hold.unlink()
+    slow.unlink()
+    ended(process)
+    assert runs.starts(run_dir)[1] == runs.starts(run_dir)[2] > STEPS
+    trained(0, job("Summing", tmp_path / "alone"))
+    assert weights_of(run_dir) == weights_of(tmp_path / "alone")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ class Refreshed(Task):
     record: str = ""
     """Folder for the samples that are read; empty: none."""
     slow: str = ""
-    """While this file exists, a micro-batch takes 0.2 s."""
+    """While this file exists, a micro-batch takes 0.2 s; while one of its name with .hold does, refresh() waits, and
+    says so by another with .held-RANK."""
     trace: bool = True
     """Whether refresh() draws, and changes modes and buffers."""
 
@@ -68,6 +69,9 @@ class Refreshed(Task):
     def refresh(self, model: nn.Module, epoch: int) -> Any:
         if epoch == 0:
             return None
+        while self.slow and Path(f"{self.slow}.hold").exists():
+            Path(f"{self.slow}.held-{os.environ['RANK']}").touch()
+            time.sleep(0.01)
         targets = model(self.features())[:, 0] + 0.1 * torch.rand(SAMPLES) + self.past[-1]
         if self.trace:
             model.train()(torch.randn(8, 4))  # changes statistics, and forgets to go back
@@ -109,6 +113,14 @@ class Every2(Refreshed):
 
     def refresh(self, model: nn.Module, epoch: int) -> Any:
         return super().refresh(model, epoch + 1)
+
+
+@dataclass
+class Summing(Refreshed):
+    """It remembers a sum, from which no step goes away again."""
+
+    def after_step(self, model: nn.Module, step: int, losses: dict[str, float]) -> None:
+        self.past = [self.past[-1] + losses["loss"]]
 
 
 @dataclass

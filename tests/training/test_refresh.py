@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,39 @@ def test_it_is_made_from_the_weights_and_the_state_at_the_epochs_first_step() ->
     assert min(made) > 10, "of the state then"
     other.keep_weights(other.refresh, 1)  # the control
     assert labels(other.refresh.data(later.train_dataset(), other.task_state)) != made
+
+
+class InPlace(Refreshed):
+    """Its state is a tensor, which is loaded in place. refresh() saves as a rescue does, and may fail then."""
+
+    fails = False
+
+    def __post_init__(self) -> None:
+        self.past = torch.zeros(1)  # type: ignore[assignment]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.as_tensor(self.past).copy_(state["past"])
+
+    def refresh(self, model: nn.Module, epoch: int) -> Any:
+        self.seen, self.rescued = float(self.past[-1]), self.state.capture()["task"]
+        if self.fails:
+            raise ZeroDivisionError
+        return super().refresh(model, epoch)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rescue_meanwhile_saves_the_present_state_of_the_task(fails: bool) -> None:
+    task = InPlace()
+    task.state = state = state_of(task)
+    task.fails, own = fails, state.task_state
+    own.load({"past": torch.tensor([30.0])})
+    state.keep_weights(state.refresh, 1)
+    own.load({"past": torch.tensor([7.0])})
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        state.refresh.data(task.train_dataset(), own)
+    assert task.seen == 30, "the control: refresh() gets that of the epoch's first step"
+    assert float(task.rescued["past"]) == 7
+    assert float(task.past[-1]) == float(state.capture()["task"]["past"]) == 7, "and afterwards, also of an error"
 
 
 def test_it_leaves_no_trace() -> None:

@@ -146,13 +146,22 @@ class TaskState:
             with self.unchanged():
                 yield
             return
-        self.load(earlier)
-        with self.unchanged():
-            yield
-        self.load(now)
+        self.now = now  # a rescue saves this copy, whatever is loaded here
+        try:
+            self._load(earlier)
+            with self.unchanged():
+                yield
+        finally:
+            self.load(now)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load the state of a commit, with tensors on the CPU; raises Ended if that fails."""
+        self._load(saved)
+        self.now = self._read_later()
+        self.now = self.kept()  # apart from the task's own tensors: a rescue may still write it while `at` loads others
+        self._mark = digest(self.now)
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
         try:
             self._task.load_state_dict(map_tensors(saved, lambda tensor, _: tensor.clone()))
         except Exception as error:
@@ -160,8 +169,6 @@ class TaskState:
                 f"load_state_dict() of {type(self._task).__name__} fails{place_of(error.__traceback__)}: "
                 f"{type(error).__name__}: {error}; restore the code that saved the state, or start over with --fresh"
             ) from error
-        self.now = self._read_later()
-        self._mark = digest(self.now)
 
 
 def load_task_state(own: TaskState | None, saved: Mapping[str, Any] | None) -> None:
