@@ -11,8 +11,8 @@ import pytest
 
 from evenkeel.run.chain import chained
 from tests.support.components import has
-from tests.support.processes import ROOT, TRAIN, bytes_of, finish_all, fork_ranks, records, run_forked
-from tests.support.small_runs import options, signal_ranks_at
+from tests.support.processes import ROOT, TRAIN, bytes_of, finish_all, fork_ranks, records, run_forked, wait_until
+from tests.support.small_runs import options, saved_step, signal_ranks, signal_ranks_at, trained, wait_for_start
 
 TASK = f"{ROOT / 'tests' / 'time_travel' / 'part_task.py'}:Parting"
 SHAPE = "--batch-size", 10, "--micro-batch", 4, "--epochs", 2, "--reduce", "tree", "--log-every", 1, "--keep-every", 8
@@ -76,6 +76,67 @@ def test_an_honest_run_on_three_ranks_with_kills_passes_on_one(usual: Path) -> N
     few = audit(usual, "--segments", 1, "--seed", 1)
     assert ": 8 of 40 steps\n" in few
     assert few == audit(usual, "--segments", 1, "--seed", 1), "the seed repeats the choice"
+
+
+def slowed(folder: Path) -> list[str]:
+    """Options of a task without an evaluation, in one process that is slow while there is a file `slow`."""
+    slow = folder / "slow"
+    lines = "import time", "from pathlib import Path", "from tests.time_travel.part_task import Parting", "", ""
+    lines += "class Own(Parting):", "    test_dataset = lambda self: None", "", "    def loss(self, model, batch):"
+    lines += (
+        f"        time.sleep(0.1 * Path({str(slow)!r}).exists())",
+        "        return super().loss(model, batch)",
+    )
+    (folder / "own.py").write_text("\n".join(lines) + "\n")
+    slow.touch()
+    return job(folder / "a", "--keeper", "off", "--task", f"{folder / 'own.py'}:Own")
+
+
+@pytest.mark.promise
+def test_a_run_that_goes_on_from_the_end_of_an_epoch_passes(tmp_path: Path) -> None:
+    """An attempt would evaluate at its first step, if there were data, and has recorded that step before."""
+    run, words = tmp_path / "a", [*slowed(tmp_path), "--checkpoint-every", 20]
+    signal_ranks_at(22, run, fork_ranks(0, TRAIN, *words), signal.SIGKILL)
+    assert saved_step(run) == 20, "the control: the end of an epoch"
+    (tmp_path / "slow").unlink()
+    trained(0, words)
+    assert [it["step"] for it in records(run, "digest")].count(20) == 1
+    assert "WRONG" not in audit(run, "--segments", 9)
+
+
+def test_a_run_that_went_back_behind_its_whole_ledger_has_nothing_to_show(tmp_path: Path) -> None:
+    run, words = tmp_path / "a", [*slowed(tmp_path), "--checkpoint-every", 3, "--digest-every", 4]
+    signal_ranks_at(5, run, fork_ranks(0, TRAIN, *words), signal.SIGKILL)
+    ranks = fork_ranks(0, TRAIN, *words)
+    wait_for_start(run, 2)
+    signal_ranks(ranks, signal.SIGKILL)
+    assert records(run, "start")[-1]["step"] < records(run, "digest")[-1]["step"] == 4, "the control"
+    text = audit(run)
+    assert "WRONG" not in text
+    assert ": 0 of 0 steps\nshown by running them again: none\nshown by the chain only: none\n" in text
+
+
+@pytest.mark.promise
+def test_a_run_that_was_stopped_in_an_evaluation_passes_before_and_after_it_goes_on(tmp_path: Path) -> None:
+    own, hold, held = tmp_path / "own.py", tmp_path / "hold", tmp_path / "held"
+    lines = "import time", "from pathlib import Path", "from evenkeel.common.phases import activity"
+    lines += "from tests.time_travel.part_task import Parting", "", "", "class Own(Parting):"
+    lines += "    def metrics(self, model, batch):", f"        while activity.step and Path({str(hold)!r}).exists():"
+    lines += f"            Path({str(held)!r}).touch()", "            time.sleep(0.01)"
+    own.write_text("\n".join([*lines, "        return super().metrics(model, batch)", ""]))
+    run, words = tmp_path / "a", ["--task", f"{own}:Own", "--eval-every", 6, "--keeper", "off"]
+    hold.touch()
+    ranks = fork_ranks(0, TRAIN, *job(run, *words))
+    wait_until(held.exists, "the evaluation of step 6")
+    signal_ranks(ranks, signal.SIGTERM)
+    assert (saved_step(run), records(run, "digest")[-1]["step"]) == (6, 5), "the control"
+    assert "WRONG" not in audit(run, "--segments", 9)
+    hold.unlink()
+    trained(0, job(run, *words))
+    assert [it["step"] for it in records(run, "digest")] == [*range(1, STEPS + 1)]
+    assert "WRONG" not in audit(run, "--segments", 9)
+    rewrite(run, lambda lines: lines.remove(of_step(lines, STEPS)))
+    assert f"records after step {STEPS - 1} were removed: the run was at step {STEPS}" in audit(run, expect=1)
 
 
 @pytest.mark.skipif(not has("report"), reason="taken out")

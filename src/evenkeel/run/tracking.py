@@ -231,12 +231,18 @@ class Tracker:
         say(progress(step, self.plan.total_steps, shown(metrics)))
 
     def digest(self, step: int, **facts: Any) -> None:
-        """Append a record to the ledger, chained to the one before it."""
+        """Append a record to the ledger, chained to the one before it, unless an earlier attempt has recorded the step
+        from which this one goes on."""
         path = self.path / "metrics.jsonl"
         if self._chain is None:
-            self._chain = ""
+            self._chain, recorded = "", 0
             for record in read_records(path):
-                self._chain = record.get("chain", self._chain)
+                if "chain" in record:
+                    self._chain, recorded = record["chain"], record["step"]
+                elif record["kind"] == "start":  # later steps are done again
+                    recorded = min(recorded, record["step"])
+            if recorded == step:
+                return
         loss = self._losses.get(f"{TRAIN}/loss", math.nan) if self._mark[1] == step else math.nan
         facts |= {"loss": loss if math.isfinite(loss) else None}
         chain = chained(self._chain, {"step": step, **facts})

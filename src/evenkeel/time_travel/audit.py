@@ -65,14 +65,18 @@ class Audit:
                 yield f"records between step {before['step']} and step {record['step']} were removed"
             else:
                 yield f"{here} was edited, or one between it and that of step {before['step']} was replaced or removed"
-        if every and self.status.get("step", 0) >= ledger[-1]["step"] + every:
+        # a run that was stopped in the evaluation of a step has saved that step, and records it when it goes on
+        unrecorded = every * (self.status.get("state") != "finished")
+        if every and self.status.get("step", 0) >= ledger[-1]["step"] + every + unrecorded:
             yield f"records after step {ledger[-1]['step']} were removed: the run was at step {self.status['step']}"
 
     def losses(self) -> Iterator[str]:
         """The logged losses are the ledger's."""
         logged: dict[int, Any] = {}
         for it in self.lines:
-            if it["kind"] == "train":
+            if it["kind"] == "start":  # its ledger has no losses of steps that it has not done
+                logged = {}
+            elif it["kind"] == "train":
                 logged[it["step"]] = it.get("train/loss")
             elif "chain" in it and logged.get(it["step"]) != it.get("loss"):
                 yield f"step {it['step']} has the logged loss {logged.get(it['step'])}, the ledger {it.get('loss')}"
@@ -105,7 +109,7 @@ class Audit:
 
     def segments(self, number: int, seed: int) -> list[tuple[int, int]]:
         """`number` random parts between kept checkpoints, in order: (step before the first, last)."""
-        ends = sorted(self.good | {max(self.last)})
+        ends = sorted(self.good | {max(self.last, default=0)})
         parts = [(a, b) for a, b in pairwise(ends) if any(a < step <= b for step in self.last)]
         return sorted(random.Random(seed).sample(parts, min(number, len(parts))))
 

@@ -51,7 +51,7 @@ class AuditCommand:
         audit = Audit(self.run_dir, self.script, train_options)
         seed = random.randrange(10**6) if self.seed < 0 else self.seed
         checks = {name: _print(name, found) for name, found in _checks(audit, self.segments, seed)}
-        steps, ranks = max(audit.last), ", ".join(map(str, audit.status.get("world_sizes", [])))
+        steps, ranks = max(audit.last, default=0), ", ".join(map(str, audit.status.get("world_sizes", [])))
         say(f"the run had {ranks} ranks; run again on 1, with --seed {seed}: {len(audit.shown)} of {steps} steps")
         streams = all(not it.get("samples") for it in audit.ledger)
         parts = {
