@@ -9,7 +9,7 @@ import pytest
 from evenkeel.run.manifest import load
 from tests.support import needs
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, fork_ranks, read, records, run_forked, wait_until
+from tests.support.processes import TRAIN, bytes_of, fork_ranks, read, records, wait_until
 from tests.support.recipe_task import STEPS, bare_rates
 from tests.support.small_runs import interrupt, recipe_job, refusal, saved_step, signal_ranks, trained, weights_of
 from tests.training.test_optimizers import WITH_MUON
@@ -86,10 +86,27 @@ def test_what_would_set_other_rates_is_refused(run_dir: Path) -> None:
     assert not run_dir.exists()
     trained(0, job(run_dir, "plateau", "--max-steps", 6, "--schedule", "constant"))
     longer = [*job(run_dir, "plateau", "--max-steps", 9, "--schedule", "constant")]
-    done = run_forked(TRAIN, *longer, "--eval-every", "2", expect=1)
-    assert "the run's --eval-every was 3 and is 2 now: the schedulers would set other learning rates" in done.stderr
+    another = f"--run-dir {run_dir}: has another run: "
+    before = bytes_of(run_dir)
+    assert refusal([*longer, "--eval-every", "2"]).startswith(f"{another}--eval-every was 3 and is now 2; ")
+    assert bytes_of(run_dir) == before
     trained(0, longer)
     assert rates(run_dir)[9] == bare_rates("plateau")[8], "one that is stepped by evaluations may be made longer"
+
+
+def test_a_finished_run_whose_rates_depend_on_its_length_stays_as_it_is(run_dir: Path) -> None:
+    def words(steps: int) -> list[str]:
+        return job(run_dir, "onecycle", "--schedule", "constant", "--max-steps", steps)
+
+    trained(0, words(6))
+    before = bytes_of(run_dir)
+    line = refusal(words(9))
+    assert line.startswith(
+        f"--run-dir {run_dir}: has another run: --max-steps was 6 and is now 9; continue it with the"
+    )
+    assert bytes_of(run_dir) == before
+    said = trained(0, [*words(6), "--eval-every", 2])[0].stdout
+    assert said == f"evenkeel: {run_dir}: finished at step 6; --fresh starts over\n", "the control: this may change"
 
 
 KINDS = {

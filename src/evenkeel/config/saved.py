@@ -12,16 +12,19 @@ from .options import CUTTING, HARMLESS, UNSAVED, Config
 
 
 def changed_options(
-    old: dict[str, Any], new: dict[str, Any], harmless: frozenset[str] = frozenset()
+    old: dict[str, Any],
+    new: dict[str, Any],
+    harmless: frozenset[str] = frozenset(),
+    fixed: frozenset[str] = frozenset(),
 ) -> list[tuple[str, Any, Any]]:
     """(name, old value, new value) of the options that shape the result and have changed since the run was saved.
 
     `old` and `new` are as :func:`saved_options` returns them; `harmless` options of the task do not count. An option
     that is newer than the run had its default. The length (epochs, max_steps) counts unless the learning rate is
-    constant, because such a run may be prolonged.
+    constant, because such a run may be prolonged. `fixed` ones count in any case.
     """
     free = HARMLESS | harmless | CUTTING | ({"epochs", "max_steps"} if new["schedule"] == "constant" else set())
-    free -= {"eval_every"} if new.get("patience") else set()  # it then decides when the run ends
+    free -= fixed | ({"eval_every"} if new.get("patience") else set())  # it then decides when the run ends
     defaults = {it.name: list(it.default) if isinstance(it.default, tuple) else it.default for it in fields(Config)}
     names = [name for name in new | old if name not in free]
     before, now = ({n: options.get(n, defaults.get(n)) for n in names} for options in (old, new))

@@ -77,6 +77,7 @@ class Attempt:
         sets: the training data and those of the evaluation, by name, whose samples are compared among ranks and with
             the run so far.
         cutter: from the recorded options of the run, on any node, to the options with the cut.
+        fixed: options that may not change, although they may in other runs.
 
     Attributes:
         config, plan: the options and how steps are cut, once :meth:`begin` has decided the cut.
@@ -92,15 +93,16 @@ class Attempt:
     """
 
     def __init__(
-        self, config: Config, task: Task, plan: Plan, world: World, sets: Mapping[str, SizedDataset], cutter: Cutter
-    ) -> None:
+        self, config: Config, task: Task, plan: Plan, world: World, sets: Mapping[str, SizedDataset], cutter: Cutter,
+        fixed: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         assert config.run_dir is not None  # resolved
         self.path, self.config, self.plan, self.world, self.sets = config.run_dir, config, plan, world, dict(sets)
         refuse_unmirrored(config)
         self.options = saved_options(config, task.options())
         self.data = DataCheck(config, self.path, world, plan.samples, self.sets)
         self._own_trackers = own_trackers(config.tracker if world.rank == 0 else ())
-        run = Identity(self.options, task.harmless, self.data.samples, task.earlier, self.data.order)
+        run = Identity(self.options, task.harmless, self.data.samples, task.earlier, self.data.order, fixed)
         self._directory = claim(self.path, run, config.fresh, config.grace) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             prepare_folder(self.path, run, config.fresh)

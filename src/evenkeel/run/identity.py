@@ -46,6 +46,8 @@ class Identity:
     """Values of task options in runs that are older than the option (`Task.earlier`)."""
     order: str | None = None
     """The order of the training data, from `order.order_name`; None: not known here."""
+    fixed: frozenset[str] = frozenset()
+    """Options that may not change because the task's schedulers depend on them."""
 
 
 def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
@@ -90,7 +92,8 @@ def refuse_another_run(path: Path, run: Identity) -> None:
         )
     status, _ = read_facts(path / "status.json")
     before = read_config(config) if config.exists() else run.options
-    if changed := changed_options({**run.earlier, **before}, {**run.earlier, **run.options}, run.harmless):
+    now = {**run.earlier, **run.options}
+    if changed := changed_options({**run.earlier, **before}, now, run.harmless, run.fixed):
         shown = ", ".join(
             f"{flag(name)} was {'unset' if old is None else old} and is now {'unset' if new is None else new}"
             for name, old, new in changed

@@ -326,7 +326,8 @@ def _built(config: Config, task: Task) -> tuple[Attempt, State, str]:
     provisional = cutter(recorded)
     plan = _plan_of(provisional, sets[TRAINING])
     state = build_state(provisional, task, world, plan, model, sets)
-    return Attempt(config, task, plan, world, sets, cutter), state, why_not_meta
+    fixed = state.schedulers.options if state.schedulers else frozenset[str]()
+    return Attempt(config, task, plan, world, sets, cutter, fixed), state, why_not_meta
 
 
 def _plan_of(config: Config, train_set: SizedDataset) -> Plan:

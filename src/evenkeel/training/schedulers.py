@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR, ReduceLROnPlateau
 
-from ..common.errors import Ended, Refusal
+from ..common.errors import Ended, EndedForGood, Refusal
 from ..common.naming import kind_of, listed
 from ..config import Config
 from .nonfinite import Verdict
@@ -70,6 +70,12 @@ class Schedulers:
         }
         self._left_out: Verdict | None = None
         self._clean()
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The options on which the rates depend."""
+        length = {"epochs", "max_steps"} if self._fixed["last_step"] else set[str]()
+        return frozenset(length | ({"eval_every"} if self._evaluates else set()))
 
     def commit(self, skip: Tensor) -> None:
         """Count a step, unless ``skip``, a boolean scalar on the device of :attr:`taken`, is true."""
@@ -142,12 +148,12 @@ class Schedulers:
         """Load the result of :meth:`state_dict`, after the optimizers.
 
         Raises:
-            Ended: it has other schedulers, or the run has another length or evaluates at other steps.
+            EndedForGood: it has other schedulers, or the run has another length or evaluates at other steps.
         """
         told = {"kinds": "schedulers", "last_step": "length (--epochs, --max-steps)", "every": "--eval-every"}
         for fact, now in self._fixed.items():
             if (then := saved[fact]) != now:
-                raise Ended(
+                raise EndedForGood(
                     f"the run's {told[fact]} was {_said(then)} and is {_said(now)} now: the schedulers would set other "
                     "learning rates; restore it, or start over with --fresh"
                 )
@@ -161,10 +167,10 @@ class Schedulers:
 
 
 def load_schedulers(schedulers: Schedulers | None, saved: Mapping[str, Any] | None) -> None:
-    """Load their part of a checkpoint; raises Ended if only one of the two has any."""
+    """Load their part of a checkpoint; raises EndedForGood if only one of the two has any."""
     if (schedulers is None) != (saved is None):
         has, lacks = ("checkpoint", "task") if saved else ("task", "checkpoint")
-        raise Ended(
+        raise EndedForGood(
             f"the {has} has schedulers and the {lacks} has none: the learning rates cannot continue; restore "
             "the task's schedulers(), or start over with --fresh"
         )
