@@ -18,17 +18,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 
 BUDGET = {
     "common": 1904,
-    "config": 597,
+    "config": 600,
     "data": 3172,
     "distributed": 2539,
     "resilience": 1881,
-    "training": 6756,
-    "run": 7274,
+    "training": 6769,
+    "run": 7294,
     "tasks": 2307,
     "mirror": 575,
     "launch": 3049,
-    "cli": 7477,
-    "time_travel": 1685,
+    "cli": 7496,
+    "time_travel": 1689,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 
