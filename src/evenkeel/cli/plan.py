@@ -9,7 +9,7 @@ import tyro
 
 from ..common.display import say
 from ..config import option
-from ..data.plan import Assignment, Plan
+from ..data.plan import Plan
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -32,9 +32,7 @@ class PlanCommand:
         """Print the plan."""
         from ..data.order import order_name, positions_in, token_batches
         from ..data.streams import stream_of
-        from ..distributed.data_parallel import chunks
         from ..tasks.command_line import parse  # imports torch, which the help does without
-        from ..training.balance import first_counts
         from ..training.task_data import training_set
         from ..training.whole_batch import of_whole_batches
 
@@ -65,22 +63,29 @@ class PlanCommand:
         if of_whole_batches(task):
             say("each micro-batch is embedded twice: batch_loss() is over all samples of a step, and then its gradient")
         self._say_divided(config, task)
-        unequal = first_counts(config, plan, self.world_size)
-        how: Assignment = "share" if config.shard == "off" else "dealt"
         for name, step in steps.items():
             say(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker in range(self.world_size):
-                if dp:  # nn.DataParallel gives each GPU a share of every micro-batch
-                    shares = [chunks(micro.size, self.world_size) for micro in plan.micro_batches(step)]
-                    sizes = [share[worker] for share in shares if worker < len(share)]
-                else:
-                    mine = plan.micro_batches(step, worker, self.world_size, unequal, how)
-                    # with --shard a rank that has fewer repeats the first one, which is rank 0's
-                    sizes = [micro.size for micro in mine if how == "share" or micro.id or not worker]
+                sizes = self._sizes(config, plan, step, worker)
                 parts = f" as {' + '.join(map(str, sizes))}" * (len(sizes) > 1)
                 share = f"{_count(sum(sizes), 'sample')}{parts}" if sizes else "no micro-batch is left for it"
                 say(f"  {'GPU' if dp else 'rank'} {worker}: {share}")
         return 0
+
+    def _sizes(self, config: Config, plan: Plan, step: int, worker: int) -> list[int]:
+        """The samples in each micro-batch of a step that a rank computes, or in a GPU's part of each."""
+        from ..distributed.data_parallel import chunks
+        from ..training.balance import first_counts
+
+        if config.strategy == "dp":  # nn.DataParallel gives each GPU a share of every micro-batch
+            shares = [chunks(micro.size, self.world_size) for micro in plan.micro_batches(step)]
+            return [share[worker] for share in shares if worker < len(share)]
+        unequal = first_counts(config, plan, self.world_size)
+        if config.shard == "off":
+            return [micro.size for micro in plan.micro_batches(step, worker, self.world_size, unequal)]
+        dealt = plan.micro_batches(step, worker, self.world_size, unequal, "dealt")
+        # a rank that has fewer repeats the first one, which is rank 0's
+        return [micro.size for micro in dealt if micro.id or not worker]
 
     def _say_divided(self, config: Config, task: Task) -> None:
         """How --shard on divides the state; a Refusal, as in the job, if it cannot."""
