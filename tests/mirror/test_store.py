@@ -90,6 +90,25 @@ def test_a_damaged_object_is_found_and_the_step_before_is_taken(
     assert [*store.manifests()] == [1], "it would count among the newest"
 
 
+@pytest.mark.parametrize(
+    ("checked", "said"),
+    [("when_supported", "has not arrived: FlexibleChecksumError"), ("when_required", "is damaged: sha256 is ")],
+)
+def test_what_the_network_has_damaged_is_fetched_again(
+    checked: str, said: str, port: int, store: Store, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Whether S3's own client finds that, or nobody but the sha256."""
+    empty, proxy = two(store, tmp_path), s3.Proxy(port)
+    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", checked)
+    proxy.spoilt = torch.full((9,), 2.0).numpy().tobytes()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    assert Store(store.url, tmp_path / "c").fetch_newest(empty, set_aside=True) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f": step 2 {said}" in line
+    assert line.endswith("; fetching it again")
+    assert [*store.manifests()] == [1, 2]
+
+
 def test_a_manifest_that_is_cut_short_and_a_missing_object_count_as_no_checkpoint(store: Store, tmp_path: Path) -> None:
     empty = two(store, tmp_path)
     store.put(saved(tmp_path / "here", 3))

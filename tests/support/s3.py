@@ -26,12 +26,12 @@ SECRET = "a-secret-of-nobody"
 
 
 class Proxy:
-    """Passes connections on to a server; `away` refuses them, and `limit` stops one after so many bytes of a
-    body, and 1 KiB takes `pause` seconds."""
+    """Passes connections on to a server; `away` refuses them, `limit` stops one after so many bytes of a body, 1 KiB
+    takes `pause` seconds, and the next answer that has the bytes `spoilt` gets other ones in their place."""
 
     def __init__(self, server: int) -> None:
         self.server, self.port, self.limit, self.stopped = server, free_port(), 0, threading.Event()
-        self.pause = 0.0
+        self.pause, self.spoilt = 0.0, b""
         self._listener: socket.socket | None = None
         self._open = list[socket.socket]()
         self.back()
@@ -69,6 +69,8 @@ class Proxy:
                     self.stopped.set()
                     threading.Event().wait()
                 time.sleep(self.pause if up else 0)
+                if self.spoilt and not up and self.spoilt in block:
+                    block, self.spoilt = block.replace(self.spoilt, bytes(len(self.spoilt))), b""
                 target.sendall(block)
             target.shutdown(socket.SHUT_WR)
 

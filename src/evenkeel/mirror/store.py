@@ -116,15 +116,22 @@ class Store:
     def fetch_newest(self, folder: Path, above: int = 0, set_aside: bool = False) -> int:
         """Fetch the newest whole checkpoint above a step, and return its step; 0: there is none.
 
-        With `set_aside` the manifests of damaged ones are renamed, so that they do not count as the newest.
+        With `set_aside` the manifests of those that arrive damaged twice are renamed, so that they do not count as the
+        newest.
         """
         for step in sorted((step for step in self.manifests() if step > above), reverse=True):
-            try:
-                self.fetch(step, folder)
-                return step
-            except Damaged as damage:
-                what = str(damage).partition(": ")[2]
-                say(f"evenkeel: {self.url}: step {step} is damaged: {what}; trying the one before", to_stderr=True)
+            for last in (False, True):  # once it may be the network
+                try:
+                    self.fetch(step, folder)
+                    return step
+                except Damaged as damage:
+                    what = f"is damaged: {str(damage).partition(': ')[2]}"
+                except Exception as error:  # of any type: each kind of store has its own
+                    if last:
+                        raise
+                    what = f"has not arrived: {type(error).__name__}"
+                then = "trying the one before" if last else "fetching it again"
+                say(f"evenkeel: {self.url}: step {step} {what}; {then}", to_stderr=True)
             if set_aside:
                 place = f"{self._root}/checkpoints/{folder_of(step)}"
                 self.fs.mv(f"{place}/{MANIFEST}", f"{place}/damaged-{MANIFEST}")
