@@ -220,10 +220,25 @@ def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, 
     assert [*store.manifests()] == [step_of(second)]
 
 
-def copying(run_dir: Path, grace: float = 60.0) -> list[str]:
+def copying(run_dir: Path, grace: float = 60.0, url: str = "") -> list[str]:
     """The command of a copier that is not the first node's."""
-    settings = {"url": s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": grace, "first": False}
+    url = url or s3.new_url()
+    settings = {"url": url, "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": grace, "first": False}
     return [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings | {"job": "", "harmless": []})]
+
+
+def test_of_two_nodes_with_one_disk_one_fetches(port: int, store: Store, tmp_path: Path) -> None:
+    two(store, tmp_path)
+    proxy, folder = s3.Proxy(port), tmp_path / "run" / "checkpoints"
+    proxy.pause = 0.2
+    command, given = copying(tmp_path / "run", url=store.url), dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
+    env: Any = {"env": os.environ | s3.variables(proxy.port), "text": True}
+    nodes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, **given, **env) for _ in range(2)]
+    said = "".join(node.communicate(DONE.decode(), 60)[1] for node in nodes)
+    assert [said.count(f": {what} step 2\n") for what in ("fetched", "another node has fetched")] == [1, 1], said
+    assert {path.name for path in folder.iterdir()} == {".lock", "step-00000002"}
+    store.fetch(2, folder)  # as if the lock had been no use
+    assert load(folder / "step-00000002")["step"] == 2
 
 
 @pytest.mark.parametrize(("grace", "pause"), [(60, 0), pytest.param(20, 2, marks=pytest.mark.slow)])

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 from ..common.display import say
 from ..common.errors import REFUSED, Refusal
+from ..common.files import folder_locked
 from ..common.processes import AGENT_SIGNALS
 from ..config import changed_options
 from ..resilience.interruption import STOPPED
@@ -61,24 +62,34 @@ class Copier:
 
     def begin(self) -> int:
         """Fetch the newest whole checkpoint if it is newer than the folder's. Returns 75 if it must be tried later."""
-        newest = self.checkpoints.newest_step()
         try:
             self._claim()
-            if max(self.store.manifests(), default=0) > newest:
-                self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
-                self.store.fetch_files(self.run_dir)
-                step = self.store.fetch_newest(self.checkpoints.folder, newest, self.settings.first)
-                self._say(f"fetched step {step}" if step else "nothing newer is whole")
+            if self._is_behind():
+                (folder := self.checkpoints.folder).mkdir(parents=True, exist_ok=True)
+                with folder_locked(folder, time.monotonic() + RETRY):  # on a shared disk one node fetches
+                    self._fetch()
         except Exception as error:  # of any type: each kind of store has its own
             if isinstance(error, Refusal):
                 raise
             if type(error).__name__ in WRONG:
                 raise Refusal(f"--mirror {self.settings.url}: {_shown(error)}") from None
-            if not newest:  # a start from step 0 would lose what is there
+            if not self.checkpoints.newest_step():  # a start from step 0 would lose what is there
                 self._say(f"is away, and {self.run_dir} is empty; start again: {_shown(error)}")
                 return STOPPED
             self._say(f"is away: {_shown(error)}; the job starts, and copying is tried again")
         return 0
+
+    def _is_behind(self) -> bool:
+        return max(self.store.manifests(), default=0) > self.checkpoints.newest_step()
+
+    def _fetch(self) -> None:
+        newest = self.checkpoints.newest_step()
+        if self._is_behind():
+            self.store.fetch_files(self.run_dir)
+            step = self.store.fetch_newest(self.checkpoints.folder, newest, self.settings.first)
+            self._say(f"fetched step {step}" if step else "nothing newer is whole")
+        else:
+            self._say(f"another node has fetched step {newest}")
 
     def watch(self) -> None:
         """Copy until the ranks have ended and the store has all, or time is over (`_end_in_time`), or trying again is

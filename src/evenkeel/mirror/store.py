@@ -108,8 +108,11 @@ class Store:
                     self.fs.get_file(f"{self._root}/{_object(name, file, written)}", str(path / file))
             if check:
                 verify(path)
-            if not (folder / name / MANIFEST).exists():  # another node on this disk may have been faster
+            try:
                 path.replace(folder / name)
+            except OSError:  # it is not empty
+                if not (folder / name / MANIFEST).exists():  # else another node on this disk was faster
+                    raise
         finally:
             shutil.rmtree(path.parent)
 
