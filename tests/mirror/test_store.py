@@ -222,9 +222,9 @@ def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, 
 
 def copying(run_dir: Path, grace: float = 60.0, url: str = "") -> list[str]:
     """The command of a copier that is not the first node's."""
-    url = url or s3.new_url()
-    settings = {"url": url, "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": grace, "first": False}
-    return [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings | {"job": "", "harmless": []})]
+    settings: Any = {"url": url or s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": grace}
+    settings |= {"job": "", "harmless": [], "first": False, "again": False}
+    return [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings)]
 
 
 def test_of_two_nodes_with_one_disk_one_fetches(port: int, store: Store, tmp_path: Path) -> None:

@@ -13,8 +13,20 @@ from typing import Any
 import fsspec
 import pytest
 
+from evenkeel.mirror.attach import TRIES
 from tests.support import needs, s3
-from tests.support.processes import ROOT, TRAIN, evenkeel, finish, free_port, run, start, wait_beside, wait_until
+from tests.support.processes import (
+    ROOT,
+    TRAIN,
+    evenkeel,
+    finish,
+    free_port,
+    run,
+    start,
+    wait_beside,
+    wait_until,
+    wait_until_gone,
+)
 from tests.support.s3 import port  # noqa: F401  (a fixture)
 from tests.support.small_runs import (
     children,
@@ -113,14 +125,37 @@ def test_a_store_that_stays_away_is_said_at_the_end(port: int, tmp_path: Path) -
     assert f"{url}: has not step {STEPS}, which is in {run_dir} on " in done.stderr
 
 
-def test_a_copying_process_that_was_killed_is_missed_at_the_end(port: int, tmp_path: Path) -> None:
-    url, run_dir = s3.new_url(), tmp_path / "run"
-    process = launched(port, *words(run_dir, url, pause=0.1))
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_copying_process_that_was_killed_is_started_again(ended: bool, port: int, tmp_path: Path) -> None:
+    """Also after the ranks' end, of which only the one before was told. The control is the next test."""
+    url, proxy, run_dir = s3.new_url(), s3.Proxy(port), tmp_path / "run"
+    process = launched(proxy, *words(run_dir, url, pause=0.1))
     wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
+    if ended:
+        proxy.limit = 3000  # less than state.pt
+        wait_beside(process, proxy.stopped.is_set, "an upload that hangs")
+        wait_beside(process, lambda: children(process.pid) == [copier_of(process)], "the end of the ranks")
+        time.sleep(1)  # it has read that
+        proxy.limit = 0
     os.kill(copier_of(process), signal.SIGKILL)
     done = finish(process, 60)
     assert done.returncode == 0, done.stderr
-    lost = f"the process that copies ended early (-9); the newest checkpoints may be in {run_dir} only"
+    assert f"evenkeel: {url}: the process that copies has ended early (-9); it is started again" in done.stderr
+    assert f"evenkeel: {url}: has step {STEPS}, the newest here" in done.stderr
+    assert steps_in(port, url)[-1] == STEPS
+
+
+def test_a_copying_process_that_is_killed_again_and_again_is_missed_at_the_end(port: int, tmp_path: Path) -> None:
+    url, run_dir = s3.new_url(), tmp_path / "run"
+    process = launched(port, *words(run_dir, url, pause=0.1))
+    wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
+    for _ in range(TRIES + 1):
+        os.kill(copier := copier_of(process), signal.SIGKILL)
+        wait_until_gone([copier])
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the process that copies has ended early (-9); it is started again") == TRIES
+    lost = f"the process that copies has ended early (-9); the newest checkpoints may be in {run_dir} only"
     assert f"evenkeel: {url}: {lost}" in done.stderr
 
 

@@ -8,7 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from threading import Event, Thread
+from typing import Any
 from uuid import uuid4
 
 from ..common.display import say
@@ -17,6 +20,9 @@ from ..common.processes import AGENT_SIGNALS
 from ..run.records import MIRRORED
 from ..tasks.command_line import parse
 from . import copying
+
+TRIES = 5
+"""How often a job starts the process again."""
 
 
 @contextlib.contextmanager
@@ -36,29 +42,59 @@ def mirrored(train_args: Sequence[str], first: bool) -> Iterator[int]:
     folder, job = os.path.abspath(config.run_dir or ""), os.environ.get("EVENKEEL_LAUNCH") or uuid4().hex  # noqa: PTH100
     settings = {"url": url, "run_dir": folder, "first": first, "job": job, "harmless": sorted(task.harmless)}
     settings |= {name: getattr(config, name) for name in ("keep", "keep_best", "grace")}
-    command, pipe = [sys.executable, "-m", copying.__name__, json.dumps(settings)], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True) as process:
-        assert process.stdin
-        assert process.stdout
-        try:
-            ready = process.stdout.readline()
-        except BaseException:  # a signal in the middle of a long fetch
-            process.kill()
-            raise
-        if not ready:
-            yield process.wait()  # it has printed why
+    read, write = os.pipe()
+    process = _started(settings, read)
+    assert process.stdout
+    try:
+        ready = process.stdout.readline()
+    except BaseException:  # a signal in the middle of a long fetch
+        process.kill()
+        raise
+    if not ready:
+        yield process.wait()  # it has printed why
+        return
+    os.environ[MIRRORED] = folder
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    over = Event()
+    (keeping := Thread(target=_keep, args=(process, settings, read, write, over), daemon=True)).start()
+    try:
+        yield 0
+    finally:
+        for number in AGENT_SIGNALS:
+            signal.signal(number, lambda *_: None)  # from here on they only go to the process
+        over.set()
+        _tell_the_end(write)
+        keeping.join()  # the process ends by itself, after `copying.LONGEST` at most
+        signal.set_wakeup_fd(-1)
+
+
+def _started(settings: dict[str, Any], read: int, again: bool = False) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", copying.__name__, json.dumps(settings | {"again": again})]
+    return subprocess.Popen(command, stdin=read, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+
+def _keep(process: subprocess.Popen[bytes], settings: dict[str, Any], read: int, write: int, over: Event) -> None:
+    """In a thread: start the process again when it has been killed, with the same pipe, whose end is this agent's."""
+    name, code = f"evenkeel: {settings['url']}: the process that copies", str(process.wait() or "")
+    for _ in range(TRIES):
+        if not code:
             return
-        os.environ[MIRRORED] = folder
-        os.set_blocking(process.stdin.fileno(), False)
-        signal.set_wakeup_fd(process.stdin.fileno(), warn_on_full_buffer=False)
+        say(f"{name} has ended early ({code}); it is started again", to_stderr=True)
+        time.sleep(copying.RETRY)
         try:
-            yield 0
-        finally:
-            for number in AGENT_SIGNALS:
-                signal.signal(number, lambda *_: None)  # from here on they only go to the process
-            with contextlib.suppress(OSError):  # it was killed
-                process.stdin.write(copying.DONE)
-            if code := process.wait():  # it ends by itself, after `copying.LONGEST` at most
-                lost = f"the process that copies ended early ({code}); the newest checkpoints may be in {folder} only"
-                say(f"evenkeel: {url}: {lost}", to_stderr=True)
-            signal.set_wakeup_fd(-1)
+            process = _started(settings, read, again=True)
+        except OSError as error:  # no memory
+            code = str(error)
+            continue
+        if over.is_set():  # the one before may have read it
+            _tell_the_end(write)
+        code = str(process.wait() or "")
+    if code:
+        lost = f"has ended early ({code}); the newest checkpoints may be in {settings['run_dir']} only"
+        say(f"{name} {lost}", to_stderr=True)
+
+
+def _tell_the_end(write: int) -> None:
+    with contextlib.suppress(OSError):  # nobody reads
+        os.write(write, copying.DONE)

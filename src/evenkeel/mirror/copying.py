@@ -45,8 +45,8 @@ class Copier:
     """Copies what a run's folder has and the store lacks.
 
     Args:
-        settings: url, run_dir, keep, keep_best, grace, job (its id), harmless (options), and first: whether this is
-            node 0, which has the lease, and deletes.
+        settings: url, run_dir, keep, keep_best, grace, job (its id), harmless (options), first: whether this is
+            node 0, which has the lease, and deletes, and again: whether one has died while the ranks were running.
         copies: a folder for manifests.
     """
 
@@ -224,7 +224,7 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         try:
             copier = Copier(SimpleNamespace(**json.loads(sys.argv[1])), Path(folder, "copies"))
-            if code := copier.begin():
+            if not copier.settings.again and (code := copier.begin()):
                 return code
         except Refusal as refusal:
             say(f"evenkeel: {refusal}", to_stderr=True)
