@@ -25,7 +25,7 @@ BUDGET = {
     "training": 6769,
     "run": 7294,
     "tasks": 2307,
-    "mirror": 632,
+    "mirror": 654,
     "launch": 3049,
     "cli": 7496,
     "time_travel": 1689,

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,11 @@ from evenkeel.mirror.lease import NAME, Lease
 from evenkeel.mirror.store import Store
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.manifest import MANIFEST, Provenance, load, step_folders, step_of
+from evenkeel.run.sharded_checkpoint import await_writers
+from evenkeel.run.state_files import delete
+from tests.run.test_sharded_checkpoint import save
 from tests.support import s3
+from tests.support.processes import wait_until
 from tests.support.s3 import port, store  # noqa: F401  (fixtures)
 
 
@@ -225,6 +230,41 @@ def copying(run_dir: Path, grace: float = 60.0, url: str = "") -> list[str]:
     settings: Any = {"url": url or s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": grace}
     settings |= {"job": "", "harmless": [], "first": False, "again": False}
     return [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings)]
+
+
+def test_a_sharded_checkpoint_arrives_that_is_deleted_under_a_slow_upload(
+    port: int, store: Store, tmp_path: Path
+) -> None:
+    """As --keep deletes it; and a start deletes what kills have left, but not what is being uploaded."""
+    proxy, checkpoints = s3.Proxy(port), Checkpoints(tmp_path / "run" / "checkpoints", 9)
+    path = save(checkpoints, 1)
+    proxy.pause = 0.4
+    command, given = copying(tmp_path / "run", url=store.url), dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
+    env: Any = {"env": os.environ | s3.variables(proxy.port), "text": True}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, **given, **env) as process:
+        wait_until(lambda: objects(store), "the first of three files")
+        delete(path)
+        await_writers(checkpoints)
+        proxy.pause = 0.0
+        said = process.communicate(DONE.decode(), 60)[1]
+    assert [*store.manifests()] == [1], said
+    assert not [*checkpoints.folder.glob("*step-*")]
+    assert store.fetch_newest(checkpoints.folder) == 1
+
+
+def test_an_upload_for_which_no_time_is_left_leaves_nothing_hidden(port: int, tmp_path: Path) -> None:
+    proxy, run_dir = s3.Proxy(port), tmp_path / "run"
+    path = saved(run_dir / "checkpoints", 1)
+    proxy.limit = 1500  # less than state.pt
+    given: Any = {"text": True} | dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
+    env = os.environ | s3.variables(proxy.port)
+    with subprocess.Popen(copying(run_dir, 1), stdout=subprocess.DEVNULL, env=env, **given) as process:
+        assert proxy.stopped.wait(60)
+        held = [*path.parent.glob(".step-*/step-*/state.pt")]
+        said = process.communicate(chr(signal.SIGTERM) + DONE.decode(), 60)[1]
+    assert "has not step 1" in said
+    assert held
+    assert [*path.parent.glob("*step-*")] == [path]
 
 
 def test_of_two_nodes_with_one_disk_one_fetches(port: int, store: Store, tmp_path: Path) -> None:

@@ -10,18 +10,20 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from ..common.display import say
 from ..common.errors import REFUSED, Refusal
-from ..common.files import folder_locked
+from ..common.files import LOCK, folder_locked, lock, unfinished
 from ..common.processes import AGENT_SIGNALS
 from ..config import changed_options
 from ..resilience.interruption import STOPPED
@@ -58,6 +60,7 @@ class Copier:
         self._done = dict[Path, int]()  # looked after: checkpoint -> its manifest's time in ns
         self._sent = {} if settings.first else self._times()
         self._trouble, self._away, self._copied, self._orphaned = "", False, False, False
+        self._links: Path | None = None  # the folder of the last upload
         self._latest = math.inf  # on the monotonic clock: when the time to finish is over
 
     def begin(self) -> int:
@@ -134,7 +137,8 @@ class Copier:
         for path in new:
             try:
                 if self._wanted(mine := read_manifest(path), there.get(mine.step)):
-                    self.store.put(path)
+                    with self._held(path) as held:
+                        self.store.put(held)
                     self._copied = True
                 self._done[path] = times[path]
             except (Damaged, FileNotFoundError):
@@ -142,6 +146,22 @@ class Copier:
                     raise
         if new and self.lease.mine:
             self._prune()
+
+    @contextlib.contextmanager
+    def _held(self, path: Path) -> Iterator[Path]:
+        """A checkpoint's files by hard links in a hidden folder, which --keep does not delete under a slow upload; the
+        checkpoint itself where links are not possible. After a kill the next save or start deletes the folder."""
+        self._links, source = unfinished(path), path
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._links, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (held := self._links / path.name).mkdir(parents=True)
+                file = stack.enter_context((held / LOCK).open("wb"))
+                lock(file, time.monotonic() + 1)  # so that cleaning spares it
+                for name in (*read_manifest(path).files, MANIFEST):
+                    (held / name).hardlink_to(path / name)
+                source = held
+            yield source
 
     def _wanted(self, mine: Manifest, theirs: Manifest | None) -> bool:
         """Whether a checkpoint is this node's to copy: on a shared disk, that which this host has written."""
@@ -193,6 +213,8 @@ class Copier:
             patience -= tick * (self._away and self.over.is_set())
         self._trouble = (self._away and self._trouble) or "no time was left"
         self._report()
+        if self._links:
+            shutil.rmtree(self._links, ignore_errors=True)
         os._exit(0)
 
     def _renew(self) -> None:
