@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from evenkeel.common.errors import Refusal
 from evenkeel.mirror import lease
-from evenkeel.mirror.copying import DONE, Copier
+from evenkeel.mirror.copying import DONE, FINISHED, Copier
 from evenkeel.mirror.lease import NAME, Lease
 from evenkeel.mirror.store import Store
 from evenkeel.run.checkpoint import Checkpoints
@@ -193,15 +194,15 @@ def test_a_manifest_that_cannot_be_read_is_not_taken_for_a_missing_one(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not among the manifests is deleted, and an older step would be fetched."""
-    empty, cat = two(store, tmp_path), type(store.fs)._cat_file
+    empty, cat = two(store, tmp_path), store.fs.cat_file
 
-    async def throttled(self: Any, path: str, *more: Any, **options: Any) -> bytes:
+    def throttled(path: str) -> Any:
         if "step-00000002/manifest" in path:
             raise OSError("SlowDown")
-        return await cat(self, path, *more, **options)
+        return cat(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(store.fs), "_cat_file", throttled)
+        patch.setattr(store.fs, "cat_file", throttled)
         with pytest.raises(OSError, match="SlowDown"):
             store.fetch_newest(empty)
     assert store.fetch_newest(empty) == 2
@@ -324,6 +325,66 @@ def test_other_nodes_copy_what_they_have_written_and_do_not_delete(store: Store,
     store.fs.rm(f"{store._root}/checkpoints/step-00000004", recursive=True)
     other._pass(False)
     assert sorted(store.manifests()) == [3], "the host that wrote it copies it"
+
+
+def a_run(folder: Path, host: str, state: str = "finished", step: int = 3) -> Path:
+    """A run's own files, as on the node of rank 0, which is `host`, or copied from there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "status.json").write_text(json.dumps({"state": state, "step": step, "host": host}))
+    (folder / "config.toml").write_text('schedule = "constant"\n')
+    return folder
+
+
+def test_node_0_applies_keep_to_what_the_node_of_rank_0_has_copied(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch orders nodes by their addresses' text, so that rank 0 is often not on node 0."""
+    monkeypatch.setattr("evenkeel.mirror.copying.PRUNED", 0.0)
+    node_0 = copier(store, a_run(tmp_path / "0", "node1", "running", 0))
+    node_1 = copier(store, a_run(tmp_path / "1", socket.gethostname(), "running", 8), first=False)
+    for step in range(1, 9):
+        saved(tmp_path / "1" / "checkpoints", step)
+        node_1._pass(False)
+        node_0._pass(False)
+    assert sorted(store.manifests()) == [7, 8]
+    a_run(tmp_path / "1", socket.gethostname())
+    for node in (node_1, node_0):
+        node._pass(True)
+    assert json.loads(store.read("status.json") or b"")["state"] == "finished", "node 0 has an old copy"
+
+
+def test_a_result_that_was_not_copied_is_copied_at_the_next_start(store: Store, tmp_path: Path) -> None:
+    (a_run(tmp_path, socket.gethostname()) / "model.pt").write_bytes(b"weights")
+    saved(tmp_path / "checkpoints", 3)
+    node = copier(store, tmp_path, first=False)
+    assert node.begin() == 0
+    node._pass(True)
+    assert store.read("model.pt") == b"weights"
+
+
+def test_a_url_with_brackets_is_no_pattern(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/lr[0.1]", tmp_path / "copies")
+    store.put(saved(tmp_path / "here", 1))
+    assert [*store.manifests()] == [1]
+
+
+@pytest.mark.parametrize("end", [FINISHED, DONE])
+def test_a_node_that_has_nothing_ends_with_the_one_that_copies_the_result(
+    end: bytes, port: int, store: Store, tmp_path: Path
+) -> None:
+    """Kubernetes and srun kill the others soon after the first. The control: ranks that did not end well."""
+    env = os.environ | s3.variables(port)
+    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(copying(tmp_path / "empty", url=store.url), env=env, **pipes) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.stdin.write(end)
+        process.stdin.flush()
+        if end == FINISHED:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(3)
+            saved(tmp_path / "run" / "checkpoints", 3)
+            copier(store, a_run(tmp_path / "run", socket.gethostname()))._pass(True)
+        assert process.wait(20) == 0
 
 
 @pytest.mark.parametrize("url", ["memory://run", "runs/classify", "nothing://run", "ftp://me:my-secret@host/run"])

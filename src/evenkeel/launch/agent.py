@@ -22,7 +22,7 @@ import time
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from ..common.arguments import some_options
@@ -49,11 +49,13 @@ def main(arguments: list[str], lost: int = STOPPED, again: int = REFUSED) -> int
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
 
     typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
-    with _mirrored(typed) as refused:
-        return refused or _run(arguments, typed, lost, again)
+    with _mirrored(typed) as mirror:
+        mirror.code = mirror.code or _run(arguments, typed, lost, again)
+        mirror.finished = mirror.code == 0
+        return int(mirror.code)
 
 
-def _mirrored(typed: Any) -> AbstractContextManager[int]:
+def _mirrored(typed: Any) -> AbstractContextManager[Any]:
     """Where --mirror is given, the process that copies checkpoints (mirror/attach.py), unless that has been deleted."""
     words = [word.replace("$$", "$") for word in typed.training_script_args]  # as torchrun's templates do
     with contextlib.suppress(ModuleNotFoundError, Refusal):  # a refusal is for the ranks to print
@@ -62,8 +64,8 @@ def _mirrored(typed: Any) -> AbstractContextManager[int]:
             attach = importlib.import_module("..mirror.attach", __package__)
             hosts = dict(word.split("=", 1) for word in typed.rdzv_conf.split(",") if "=" in word).get("is_host")
             first = hosts != "0" if hosts else typed.node_rank == 0
-            return attach.mirrored(words, first)  # type: ignore[no-any-return]
-    return contextlib.nullcontext(0)
+            return attach.mirrored(words, first, alone=typed.nnodes == "1")  # type: ignore[no-any-return]
+    return contextlib.nullcontext(SimpleNamespace(code=0))
 
 
 def _run(arguments: list[str], typed: Any, lost: int, again: int) -> int:

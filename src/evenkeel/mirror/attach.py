@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -26,18 +27,20 @@ TRIES = 5
 
 
 @contextlib.contextmanager
-def mirrored(train_args: Sequence[str], first: bool) -> Iterator[int]:
-    """Copy checkpoints within the block; `first`: on node 0. At its end wait for the process, for a limited time.
+def mirrored(train_args: Sequence[str], first: bool, alone: bool) -> Iterator[SimpleNamespace]:
+    """Copy checkpoints within the block; `first`: on node 0; `alone`: there is no other node. At its end wait for the
+    process, for a limited time.
 
-    Yields 0, or the exit code with which this node ends before torchrun starts. The process learns of signals as soon
-    as Python does (`signal.set_wakeup_fd`), whatever torchrun's handlers do with them.
+    Yields `code`: 0, or the exit code with which this node ends before torchrun starts; the block sets `finished` if
+    the ranks have ended well. The process learns of signals as soon as Python does (`signal.set_wakeup_fd`), whatever
+    torchrun's handlers do with them.
     """
-    url = ""
+    url, mirror = "", SimpleNamespace(code=0, finished=False)
     with contextlib.suppress(Refusal):  # the ranks raise it again, where their script has other options too
         config, task = parse(train_args)
         url = "" if config.eval_only else config.mirror
     if not url:
-        yield 0
+        yield mirror
         return
     folder, job = os.path.abspath(config.run_dir or ""), os.environ.get("EVENKEEL_LAUNCH") or uuid4().hex  # noqa: PTH100
     settings = {"url": url, "run_dir": folder, "first": first, "job": job, "harmless": sorted(task.harmless)}
@@ -51,7 +54,8 @@ def mirrored(train_args: Sequence[str], first: bool) -> Iterator[int]:
         process.kill()
         raise
     if not ready:
-        yield process.wait()  # it has printed why
+        mirror.code = process.wait()  # it has printed why
+        yield mirror
         return
     os.environ[MIRRORED] = folder
     os.set_blocking(write, False)
@@ -59,12 +63,13 @@ def mirrored(train_args: Sequence[str], first: bool) -> Iterator[int]:
     over = Event()
     (keeping := Thread(target=_keep, args=(process, settings, read, write, over), daemon=True)).start()
     try:
-        yield 0
+        yield mirror
     finally:
         for number in AGENT_SIGNALS:
             signal.signal(number, lambda *_: None)  # from here on they only go to the process
+        settings["finished"] = mirror.finished and not alone
         over.set()
-        _tell_the_end(write)
+        _tell_the_end(write, settings)
         keeping.join()  # the process ends by itself, after `copying.LONGEST` at most
         signal.set_wakeup_fd(-1)
 
@@ -88,13 +93,13 @@ def _keep(process: subprocess.Popen[bytes], settings: dict[str, Any], read: int,
             code = str(error)
             continue
         if over.is_set():  # the one before may have read it
-            _tell_the_end(write)
+            _tell_the_end(write, settings)
         code = str(process.wait() or "")
     if code:
         lost = f"has ended early ({code}); the newest checkpoints may be in {settings['run_dir']} only"
         say(f"{name} {lost}", to_stderr=True)
 
 
-def _tell_the_end(write: int) -> None:
+def _tell_the_end(write: int, settings: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # nobody reads
-        os.write(write, copying.DONE)
+        os.write(write, copying.FINISHED if settings["finished"] else copying.DONE)

@@ -1,7 +1,8 @@
 """The process of a node that fetches before torchrun starts, and copies whole checkpoints while the job runs.
 
 It prints a line to stdout when torchrun may start, and reads bytes from stdin: the number of each signal that the agent
-gets, and `DONE` when the ranks have ended. Without `DONE` the agent was killed, and the ranks' rescues still come.
+gets, and `DONE` when the ranks have ended, or `FINISHED` when they have ended well and there are other nodes. Without
+one of these the agent was killed, and the ranks' rescues still come.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from ..config import changed_options
 from ..resilience.interruption import STOPPED
 from ..run.checkpoint import Checkpoints
 from ..run.manifest import MANIFEST, Manifest, Provenance, read_manifest, step_of
-from ..run.records import read_config
+from ..run.records import read_config, read_facts
 from ..run.state_files import Damaged
 from . import lease
 from .store import FILES, Store
 
-DONE = b"\0"
+DONE, FINISHED = b"\0", b"\xff"
 
 POLL, RETRY, LONGEST = 0.5, 5.0, 600.0
 """Seconds between two looks at the folder; two attempts if the store is away; to finish when the ranks have ended by
 themselves. After a stop signal, or if the store is away then, it is --grace."""
+
+PRUNED = 60.0
+"""Seconds between two looks for checkpoints of other nodes that --keep no longer keeps."""
 
 WRONG = ("PermissionError", "FileNotFoundError", "NoCredentialsError")  # wrong credentials, no such bucket
 
@@ -58,8 +62,9 @@ class Copier:
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", settings.keep)
         self.lease, self.over = lease.Lease(self.store, settings.job), threading.Event()
         self._done = dict[Path, int]()  # looked after: checkpoint -> its manifest's time in ns
-        self._sent = {} if settings.first else self._times()
+        self._sent = dict[str, int]()
         self._trouble, self._away, self._copied, self._orphaned = "", False, False, False
+        self._finished, self._pruned = False, 0.0
         self._links: Path | None = None  # the folder of the last upload
         self._latest = math.inf  # on the monotonic clock: when the time to finish is over
 
@@ -116,6 +121,18 @@ class Copier:
             if last and lasting:
                 break
         self._report()
+        while self._finished and not self._trouble and not self._has_result():
+            time.sleep(RETRY)
+
+    def _has_result(self) -> bool:
+        """Whether the store has the finished run. All nodes wait for the one that copies it, because Kubernetes and
+        srun kill what is left of a job soon after its first process has ended."""
+        found, self._away = False, True
+        with contextlib.suppress(Exception):  # as above
+            status = json.loads(self.store.read("status.json") or b"{}")
+            found = bool(status.get("state") == "finished" and status.get("step") in self.store.manifests())
+            self._away = False
+        return found
 
     def _pass(self, last: bool) -> None:
         """Copy what is new, the newest checkpoint first: when copying is slow, only that one matters."""
@@ -124,13 +141,14 @@ class Copier:
             with contextlib.suppress(FileNotFoundError):  # it has just been deleted
                 times[path] = (path / MANIFEST).stat().st_mtime_ns
         new = [path for path, now in times.items() if self._done.get(path) != now]
-        if not new and not last:
+        due = new or last or (self.lease.mine and time.monotonic() > self._pruned + PRUNED)
+        if not due:
             return
         if not self.lease.mine and not self._orphaned:
             self._claim()
         there = self.store.manifests() if new else {}
         self._away = False
-        for name, now in self._times().items():
+        for name, now in self._times().items() if self._has_rank_0() else ():
             if self._sent.get(name) != now:
                 self.store.write(name, self.run_dir / name)
                 self._sent[name] = now
@@ -144,8 +162,9 @@ class Copier:
             except (Damaged, FileNotFoundError):
                 if (path / MANIFEST).exists():  # else it was deleted meanwhile: there are newer ones
                     raise
-        if new and self.lease.mine:
+        if self.lease.mine:
             self._prune()
+            self._pruned = time.monotonic()
 
     @contextlib.contextmanager
     def _held(self, path: Path) -> Iterator[Path]:
@@ -171,11 +190,18 @@ class Copier:
         return not theirs or again or (theirs.kind, mine.kind) == ("snapshot", "checkpoint")
 
     def _prune(self) -> None:
-        """Apply --keep, --keep-best and --keep-every there."""
+        """Apply --keep, --keep-best and --keep-every there, also to what other nodes have copied."""
         found, keep, keep_best = self.store.manifests(), self.settings.keep, self.settings.keep_best
+        if not found:
+            return
         there = Checkpoints(self.store.copies, keep, Provenance(found[max(found)].best_by), keep_best)
         kept = {*map(step_of, [*there.best_paths(), *there.all()[-keep:]])}
         self.store.delete(kept | {step for step, manifest in found.items() if manifest.kept_for_ever})
+
+    def _has_rank_0(self) -> bool:
+        """Whether the run's files here are rank 0's own: other nodes have copies, which grow old."""
+        host = read_facts(self.run_dir / "status.json")[0].get("host")
+        return host == socket.gethostname() if host else self.settings.first
 
     def _times(self) -> dict[str, int]:
         return {name: (self.run_dir / name).stat().st_mtime_ns for name in FILES if (self.run_dir / name).is_file()}
@@ -195,7 +221,8 @@ class Copier:
     def _listen(self) -> None:
         """Read what the agent sends, and end within the time that is left."""
         while byte := os.read(0, 1):
-            if byte == DONE:
+            if byte in (DONE, FINISHED):
+                self._finished = byte == FINISHED
                 self._latest = min(self._latest, time.monotonic() + LONGEST)
                 self.over.set()
             elif byte[0] in AGENT_SIGNALS:

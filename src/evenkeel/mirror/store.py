@@ -14,6 +14,7 @@ import contextlib
 import re
 import shutil
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from ..common.files import unfinished, write_atomically
 from ..run.manifest import MANIFEST, Manifest, read_manifest, step_of, verify
 from ..run.state_files import Damaged, WrittenFile, folder_of
 
-FILES = ("config.toml", "status.json", "metrics.jsonl", "ranks.jsonl", "summary.json", "model.pt")
-"""Of the run's folder: what the next start, `report` and `predict` need, and the result."""
+FILES = ("config.toml", "metrics.jsonl", "ranks.jsonl", "summary.json", "model.pt", "status.json")
+"""Of the run's folder: what the next start, `report` and `predict` need, and the result. The status is sent last: if it
+says "finished", the others are there."""
 
 TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}  # botocore's take minutes
 
@@ -82,12 +84,12 @@ class Store:
         """Those of all steps that have been uploaded completely, by step; `copies` gets them."""
         shutil.rmtree(self.copies, ignore_errors=True)
         names = [name for name in self.fs.find(f"{self._root}/checkpoints") if name.endswith(f"/{MANIFEST}")]
-        found = {}
-        for name, content in (self.fs.cat(names, on_error="return") if names else {}).items():
-            if isinstance(content, FileNotFoundError):  # it has just been deleted
+        names, found = ["/".join(name.split("/")[-3:]) for name in names], {}
+        with ThreadPoolExecutor(8) as pool:  # not `cat`, for which "lr[0.1]" is a pattern
+            contents = [*pool.map(self.read, names)]
+        for name, content in zip(names, contents, strict=True):
+            if content is None:  # it has just been deleted
                 continue
-            if isinstance(content, BaseException):  # not read: it must not look as if it were not there
-                raise content
             (path := self.copies / name.split("/")[-2]).mkdir(parents=True)
             (path / MANIFEST).write_bytes(content)
             try:
