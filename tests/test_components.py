@@ -25,9 +25,9 @@ BUDGET = {
     "training": 6769,
     "run": 7294,
     "tasks": 2307,
-    "mirror": 654,
-    "launch": 3049,
-    "cli": 7496,
+    "mirror": 688,
+    "launch": 3051,
+    "cli": 7501,
     "time_travel": 1689,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

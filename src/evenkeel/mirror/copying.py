@@ -201,7 +201,7 @@ class Copier:
     def _has_rank_0(self) -> bool:
         """Whether the run's files here are rank 0's own: other nodes have copies, which grow old."""
         host = read_facts(self.run_dir / "status.json")[0].get("host")
-        return host == socket.gethostname() if host else self.settings.first
+        return bool(host == socket.gethostname() if host else self.settings.first)
 
     def _times(self) -> dict[str, int]:
         return {name: (self.run_dir / name).stat().st_mtime_ns for name in FILES if (self.run_dir / name).is_file()}
