@@ -25,7 +25,7 @@ BUDGET = {
     "training": 6769,
     "run": 7294,
     "tasks": 2307,
-    "mirror": 688,
+    "mirror": 701,
     "launch": 3051,
     "cli": 7501,
     "time_travel": 1689,

@@ -24,7 +24,7 @@ from evenkeel.mirror.store import Store
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.manifest import MANIFEST, Provenance, load, step_folders, step_of
 from evenkeel.run.sharded_checkpoint import await_writers
-from evenkeel.run.state_files import delete
+from evenkeel.run.state_files import WRONG, delete, set_aside
 from tests.run.test_sharded_checkpoint import save
 from tests.support import s3
 from tests.support.processes import wait_until
@@ -351,6 +351,19 @@ def test_node_0_applies_keep_to_what_the_node_of_rank_0_has_copied(
     for node in (node_1, node_0):
         node._pass(True)
     assert json.loads(store.read("status.json") or b"")["state"] == "finished", "node 0 has an old copy"
+
+
+def test_what_verify_every_has_set_aside_is_not_fetched_back(store: Store, tmp_path: Path) -> None:
+    node = copier(store, tmp_path, keep=9)
+    paths = [saved(tmp_path / "checkpoints", step) for step in (1, 2, 3)]
+    node._pass(False)
+    for path in paths[1:]:
+        set_aside(path, WRONG)
+    assert not node._is_behind()
+    assert sorted(store.manifests()) == [1]
+    saved(tmp_path / "checkpoints", 2)  # computed again
+    node._pass(True)
+    assert sorted(node._there()) == [1, 2]
 
 
 def test_a_result_that_was_not_copied_is_copied_at_the_next_start(store: Store, tmp_path: Path) -> None:

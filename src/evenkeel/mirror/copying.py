@@ -24,14 +24,15 @@ from types import SimpleNamespace
 
 from ..common.display import say
 from ..common.errors import REFUSED, Refusal
-from ..common.files import LOCK, folder_locked, lock, unfinished
+from ..common.files import LOCK, folder_locked, lock, read_json, unfinished
 from ..common.processes import AGENT_SIGNALS
 from ..config import changed_options
 from ..resilience.interruption import STOPPED
 from ..run.checkpoint import Checkpoints
 from ..run.manifest import MANIFEST, Manifest, Provenance, read_manifest, step_of
 from ..run.records import read_config, read_facts
-from ..run.state_files import Damaged
+from ..run.state_files import WRONG as SET_ASIDE
+from ..run.state_files import Damaged, folder_of
 from . import lease
 from .store import FILES, Store
 
@@ -88,7 +89,19 @@ class Copier:
         return 0
 
     def _is_behind(self) -> bool:
-        return max(self.store.manifests(), default=0) > self.checkpoints.newest_step()
+        return max(self._there(), default=0) > self.checkpoints.newest_step()
+
+    def _there(self) -> dict[int, Manifest]:
+        """The manifests in the store, without those of checkpoints that --verify-every has set aside here: they are
+        deleted there, or the next start would fetch them."""
+        found = self.store.manifests()
+        for path in self.checkpoints.folder.glob(f"{SET_ASIDE}*"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                step, written = (read_json(path / MANIFEST)[name] for name in ("step", "time"))
+                if step in found and found[step].time == written:
+                    self.store.remove(f"checkpoints/{folder_of(step)}/{MANIFEST}")
+                    del found[step]
+        return found
 
     def _fetch(self) -> None:
         newest = self.checkpoints.newest_step()
@@ -146,7 +159,7 @@ class Copier:
             return
         if not self.lease.mine and not self._orphaned:
             self._claim()
-        there = self.store.manifests() if new else {}
+        there = self._there() if new or last else {}
         self._away = False
         for name, now in self._times().items() if self._has_rank_0() else ():
             if self._sent.get(name) != now:
