@@ -1,6 +1,8 @@
 """How a node's exit code follows from those of its ranks, and what failed first."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,3 +36,19 @@ def test_first_error_leaves_out_what_is_half_written(tmp_path: Path) -> None:
         (tmp_path / name / "error.json").write_text(text)
     assert agent.first_error([tmp_path]) == "plain words"
     assert agent.first_error([tmp_path / "0"]) == ""
+
+
+@pytest.mark.parametrize(("workers", "times"), [(0, 1), (1, 0)])
+def test_a_wait_for_other_nodes_is_told_beside_the_process_of_a_mirror(workers: int, times: int) -> None:
+    code = (
+        "import subprocess, threading, time\n"
+        "from evenkeel.launch.agent import _report_waiting\n"
+        "children = [subprocess.Popen(['sleep', '60'])]\n"
+        "threading.Thread(target=_report_waiting, args=('waiting for node 1',), daemon=True).start()\n"
+        "time.sleep(1)\n"
+        f"children += [subprocess.Popen(['sleep', '60']) for _ in range({workers})]\n"
+        "time.sleep(5)\n"
+        "[child.kill() for child in children]\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90)
+    assert (told.stdout + told.stderr).count("waiting for node 1") == times

@@ -137,8 +137,9 @@ def _report_waiting(what: str) -> None:
     """Print `what` while torchrun waits silently for other nodes: it has no workers then."""
     children, waiting = Path(f"/proc/self/task/{os.getpid()}/children"), Waiting()
     with contextlib.suppress(OSError):  # not every kernel lists them
+        others = {*children.read_text().split()}  # such as the process of --mirror
         while True:
-            if children.read_text():
+            if {*children.read_text().split()} - others:
                 waiting = Waiting()
             waiting.say(lambda: what)
             time.sleep(0.5)
