@@ -300,6 +300,16 @@ def test_a_newer_version_changes_a_file_and_adds_one(folder: Path) -> None:
 
 
 @needs.tools("git")
+def test_a_project_in_a_subfolder_of_a_repository_takes_the_diff_too(folder: Path) -> None:
+    """git takes names of a diff from the top of the repository, and passes over others without a word."""
+    subprocess.run(["git", "init", "-q"], cwd=folder.parent, check=True)
+    newer = render(answers())["train.py"]
+    as_an_older_version_wrote(folder, "train.py", newer.replace("clip_norm", "clip"))
+    assert git_apply(folder, typed("update")[1]) == 0
+    assert (folder / "train.py").read_text() == newer
+
+
+@needs.tools("git")
 def test_the_control_where_the_user_has_changed_the_same_line_git_says_so(folder: Path) -> None:
     newer = render(answers())["train.py"]
     as_an_older_version_wrote(folder, "train.py", newer.replace("clip_norm", "clip"))

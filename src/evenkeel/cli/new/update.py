@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
@@ -61,8 +63,17 @@ def changes(folder: Path, old: Mapping[str, str], new: Mapping[str, str]) -> tup
         state = "you have deleted, left out" if now is None and before else "you have changed"
         found["you have not changed" if now == before else state].append(path)
         if (now is None) == (before is None):  # else there is nothing to change, or a file in the way
-            diff += _diff(path, before, after)
+            diff += _diff(_prefix(folder) + path, before, after)
     return diff, "; ".join(f"{state}: {', '.join(paths)}" for state, paths in found.items() if paths)
+
+
+def _prefix(folder: Path) -> str:
+    """The folder's path in its repository, with a slash: `git apply` passes over a diff whose names lack it."""
+    command = ["git", "-C", str(folder), "rev-parse", "--show-prefix"]
+    with suppress(OSError):  # no git here
+        done = subprocess.run(command, capture_output=True, text=True, errors="surrogateescape", check=False)
+        return done.stdout.rstrip("\n")
+    return ""
 
 
 def _diff(path: str, before: str | None, after: str | None) -> str:
