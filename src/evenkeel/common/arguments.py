@@ -21,6 +21,9 @@ T = TypeVar("T")
 LARGEST_WORLD = "EVENKEEL_LARGEST_WORLD"
 """The environment variable with the maximum number of ranks of an elastic job."""
 
+GPUS_HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose."""
+
 PLAIN = {
     r"^Error parsing (\S+): invalid literal for int.*?['\"](.*)['\"]": r"\1 \2: must be INT",
     r"^Error parsing (\S+): could not convert string to float.*?['\"](.*)['\"]": r"\1 \2: must be FLOAT",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..common.arguments import GPUS_HIDDEN
 from ..common.errors import Refusal
 from ..common.naming import name_ranks
 
@@ -22,9 +23,6 @@ GPU_DEVICES = Path("/dev/nvidiactl")
 """Exists if NVIDIA's driver is loaded."""
 
 GIB = 1 << 30
-
-HIDDEN = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose."""
 
 _chosen: list[torch.device] = []
 
@@ -77,7 +75,7 @@ def refuse_missing(gpus: int, control: Path = GPU_DEVICES) -> None:
         control: exists if this machine has GPUs. If it has none, the variable does not matter.
     """
     asked = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if not gpus and asked.strip() not in HIDDEN and control.exists():
+    if not gpus and asked.strip() not in GPUS_HIDDEN and control.exists():
         raise Refusal(
             f"CUDA_VISIBLE_DEVICES={asked}: has no GPU that torch can use here{_of_the_machine()}; name others, or "
             "set CUDA_VISIBLE_DEVICES= to train on the CPU"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..common.arguments import LARGEST_WORLD
+from ..common.arguments import GPUS_HIDDEN, LARGEST_WORLD
 from ..common.errors import Refusal
 from ..common.network import Link
 from ..common.processes import AGENT_SIGNALS, count_cores
@@ -201,7 +201,7 @@ def refuse_useless_gpus(device: Path = Path("/dev/nvidiactl")) -> None:
     Args:
         device: exists if this machine or container has GPUs.
     """
-    if not device.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if not device.exists() or os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in GPUS_HIDDEN:
         return
     import torch
 

@@ -76,6 +76,8 @@ PODMAN = ["--engine", "podman"]
         (["-g", "2"], GPUS, None, ["--gpus=all"], ""),
         (["-g", "2"], GPUS, "2,3", ['--gpus="device=2,3"'], ""),
         (["-g", "2"], GPUS, "", [], "--gpus="),
+        (["-g", "2"], GPUS, "-1", [], "--gpus="),
+        (PODMAN, GPUS, "NoDevFiles", [], "--device="),
         (PODMAN, GPUS, "2,3", ["--device=nvidia.com/gpu=2", "--device=nvidia.com/gpu=3"], "=all"),
         (PODMAN, GPUS, None, ["--device=nvidia.com/gpu=all"], ""),
         ([], WIRED, None, ["--device=/dev/infiniband", "--ulimit=memlock=-1:-1"], ""),
@@ -256,5 +258,6 @@ def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(Refusal, match="the driver is too old or broken, or torch is built without CUDA"):
         refuse_useless_gpus(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    refuse_useless_gpus(tmp_path)
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        refuse_useless_gpus(tmp_path)

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import tyro
 
-from ...common.arguments import flag, number_in
+from ...common.arguments import GPUS_HIDDEN, flag, number_in
 from ...common.errors import Refusal
 from ...config import Flag
 from ...run.records import read_config
@@ -124,9 +124,10 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
         if network != "host" and topology.master_host and topology.node_rank == 0:
             options.append(f"--network-alias={topology.master_host}")  # by which the other containers find it
     visible = environ.get("CUDA_VISIBLE_DEVICES", "all")
-    if host.gpus and visible and podman:
+    gpus = host.gpus and visible.strip() not in GPUS_HIDDEN
+    if gpus and podman:
         options += [f"--device=nvidia.com/gpu={gpu}" for gpu in visible.split(",")]
-    elif host.gpus and visible:
+    elif gpus:
         options.append("--gpus=all" if visible == "all" else f'--gpus="device={visible}"')
     if host.infiniband:
         options += ["--device=/dev/infiniband", *(["--ulimit=memlock=-1:-1"] if host.lockable else [])]
