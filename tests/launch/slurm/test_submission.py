@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from evenkeel.common.errors import Refusal
+from evenkeel.common.errors import Ended, Refusal
+from evenkeel.common.files import write_json
+from evenkeel.launch.launchers import check_train_options
 from evenkeel.launch.slurm import submission
 from evenkeel.launch.slurm.cluster import Partition, choose
 from evenkeel.launch.slurm.code import LARGEST, copy_code
 from evenkeel.launch.slurm.follow import BACKLOG, Logs
 from evenkeel.launch.slurm.jobs import JobRecord, SlurmError, load, slurm
+from evenkeel.launch.slurm.node import _count_start
 from tests.support import needs
 from tests.support.components import has
 from tests.support.processes import EVENKEEL, LIMIT, ROOT, evenkeel, start
@@ -131,6 +134,22 @@ def test_a_command_that_hangs_or_fails_is_one_line() -> None:
         slurm("sleep", "5", timeout=0.1)
     with pytest.raises(SlurmError, match=r"^one two$"):
         slurm("sh", "-c", "echo one >&2; echo two >&2; exit 3")
+
+
+def test_starts_that_find_the_run_finished_are_not_fruitless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, record = check_train_options(["--run-dir", str(tmp_path)]), submitted(tmp_path)
+    status = tmp_path / "status.json"
+    write_json(status, {"state": "finished", "step": 9, "launch": ["slurm-17"], "world_sizes": [1]})
+    written = status.read_text()
+    monkeypatch.setenv("EVENKEEL_LAUNCH", "slurm-17")
+    for number in range(4):
+        _count_start(record, number, config, 1)
+    assert status.read_text() == written
+    monkeypatch.setenv("EVENKEEL_LAUNCH", "slurm-18")  # the control: another job, which has more epochs perhaps
+    for number in range(2):
+        _count_start(record, number, config, 1)
+    with pytest.raises(Ended, match="requeued 1 times without finishing a step after step 9"):
+        _count_start(record, 2, config, 1)
 
 
 needs_follow = pytest.mark.skipif(not has("follow"), reason="this copy has left out the command")

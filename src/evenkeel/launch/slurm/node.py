@@ -26,6 +26,7 @@ from ...distributed.exits import exit_code
 from ...resilience.interruption import STOPPED
 from ...run import identity, run_directory
 from ...run.checkpoint import Checkpoints
+from ...run.launch_token import is_restart, launch_token
 from ...run.records import read_facts
 from .. import agent, launchers
 from ..launchers import Gpus, check_train_options, link_of, parse_arguments, processes_of_node, wait_for_master
@@ -169,6 +170,8 @@ def _count_start(record: JobRecord, start: int, config: Config, most: int) -> No
     path = Path(record.folder) / f"starts-{record.job_id}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     (status, _), (before, _) = read_facts(run_dir / "status.json"), read_facts(path)
+    if status.get("state") == "finished" and is_restart(status, [launch_token()]):
+        return  # by an earlier start of this job: there are no steps to finish
     saved = Checkpoints(run_dir / "checkpoints", config.keep).newest_step()
     done = 0 if config.fresh and not before else max(saved, status.get("step", 0))
     starts = before.get("starts", 0) + 1 if before.get("step") == done else 1
