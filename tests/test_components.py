@@ -17,10 +17,10 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1904,
+    "common": 1907,
     "config": 600,
     "data": 3172,
-    "distributed": 2539,
+    "distributed": 2537,
     "resilience": 1881,
     "training": 6769,
     "run": 7294,

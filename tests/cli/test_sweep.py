@@ -25,6 +25,7 @@ from tests.support.raised import refusal_of
         ("[grid]\nlr = [0.1, 0.1]", "two runs would be "),
         ("[grid]\nlrr = [0.1]", "Unrecognized options: --lrr"),
         ("[grid]\nlr = [-1.0]", "--lr -1.0: "),
+        ("[fixed]\nmirror = 's3://a/b'\n[grid]\nlr = [1.0, 2.0]", "--mirror s3://a/b: each run needs a URL of its own"),
     ],
 )
 def test_what_a_file_may_not_have_is_refused(tmp_path: Path, text: str, expected: str) -> None:

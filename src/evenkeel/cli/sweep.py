@@ -111,6 +111,7 @@ class SweepCommand:
         fixed, grid = read(self.file)
         folder = self.run_dir or Path("runs") / self.file.stem
         found: list[Setting] = []
+        mirrors = set[str]()
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             run_dir = folder / name_of(chosen)
@@ -118,7 +119,9 @@ class SweepCommand:
             options = (*typed, f"--run-dir={run_dir}")
             if any(run_dir == other.run_dir for other in found):
                 raise Refusal(f"{self.file}: two runs would be {run_dir}; give each value of a list once")
-            check_train_options(options)
+            if (url := check_train_options(options).mirror) in mirrors:
+                raise Refusal(f"{self.file}: --mirror {url}: each run needs a URL of its own; start each by itself")
+            mirrors |= {url} - {""}
             found.append(Setting(chosen, run_dir, options))
             if found[-1].finished:
                 _refuse_changes(found[-1], fixed)

@@ -86,6 +86,7 @@ def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
     [
         ("--array-seeds 0:3 --follow", "--follow: shows one job"),
         ("--array-seeds 0:3 --container x", "--container: does not work with --array-seeds"),
+        ("--array-seeds 0:3 --dry-run -- --mirror s3://a", "--array-seeds 0:3 --mirror s3://a: each run needs a URL"),
         ("--max-requeues -1", "--max-requeues -1: must be at least 0"),
         ("--cpus-per-gpu 0", "--cpus-per-gpu 0: must be at least 1"),
         ("--mem much", "--mem much: give a number"),

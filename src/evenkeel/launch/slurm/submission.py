@@ -99,8 +99,9 @@ def main(argv: Sequence[str], repository: Path) -> int:
     name = typed.partition or os.environ.get("SBATCH_PARTITION")
     partition = _partition(typed, name, most, minutes)
     minutes, gpus = minutes or partition.minutes or DAY, typed.gpus or partition.gpus or None
-    run_dir = _run_dir(check_train_options(train_args))
-    members = _members(typed, train_args, run_dir)
+    config = check_train_options(train_args)
+    run_dir = _run_dir(config)
+    members = _members(typed, train_args, config)
     from ...distributed.data_parallel import refuse_company  # imports torch, as parsing train.py's options does
 
     configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
@@ -178,7 +179,7 @@ def _check(typed: Submit) -> None:
             raise Refusal(f"--{name} {value!r}: must be one line and not empty")
 
 
-def _members(typed: Submit, train_args: list[str], run_dir: Path) -> list[list[str]]:
+def _members(typed: Submit, train_args: list[str], config: Config) -> list[list[str]]:
     """train.py's options of each run: one, or one for each seed."""
     if typed.array_seeds is None:
         return [train_args]
@@ -191,7 +192,13 @@ def _members(typed: Submit, train_args: list[str], run_dir: Path) -> list[list[s
     if any(word == "--seed" or word.startswith("--seed=") for word in train_args):
         raise Refusal("--seed: leave it out with --array-seeds, which gives each run its own")
     seeds = range(int(bounds[1]), int(bounds[2]))
-    return [[*train_args, "--seed", str(seed), "--run-dir", str(run_dir / f"seed-{seed}")] for seed in seeds]
+    if config.mirror and len(seeds) > 1:
+        raise Refusal(
+            f"--array-seeds {typed.array_seeds} --mirror {config.mirror}: each run needs a URL of its own; submit each "
+            "by itself, with its --seed, --run-dir and --mirror"
+        )
+    folders = [_run_dir(config) / f"seed-{seed}" for seed in seeds]
+    return [[*train_args, "--seed", str(seed), "--run-dir", str(it)] for seed, it in zip(seeds, folders, strict=True)]
 
 
 def _run_dir(config: Config) -> Path:
