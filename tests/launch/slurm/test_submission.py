@@ -81,9 +81,41 @@ def test_a_copy_of_the_code_is_what_git_would_keep(tmp_path: Path) -> None:
     assert b"+4" in (tmp_path / "slurm" / "code.diff").read_bytes()
 
 
+@needs.tools("git")
+def test_submodules_other_repositories_and_linked_folders_are_copied_and_linked_data_is_not(tmp_path: Path) -> None:
+    origin, copy = tmp_path / "origin", tmp_path / "slurm" / "code"
+    for folder in (tmp_path / "module", tmp_path / "library", origin, origin / "nested"):
+        folder.mkdir()
+        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+        (folder / "code.py").write_text(folder.name)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "0.png").touch()
+    commit = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"]
+    for words in (["add", "."], commit):
+        subprocess.run(["git", *words], cwd=tmp_path / "module", check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path / "library", check=True)
+    (tmp_path / "library" / "back").symlink_to(origin)
+    for name, to in {"linked": "../library", "data": "../images", "self": ".", "none": "../nowhere"}.items():
+        (origin / name).symlink_to(to)
+    add = ["-c", "protocol.file.allow=always", "submodule", "add", "-q", "../module", "module"]
+    for words in (["add", "code.py", "linked", "data", "self", "none"], add):
+        subprocess.run(["git", *words], cwd=origin, check=True)
+    (origin / "module" / "code.py").write_text("changed")
+    copy.parent.mkdir()
+    copy_code(origin, copy, "digits")
+    for name, text in {".": "origin", "nested": "nested", "linked": "library", "module": "changed"}.items():
+        assert (copy / name / "code.py").read_text() == text
+        assert not (copy / name).is_symlink()
+    assert (copy / "data").readlink() == tmp_path / "images"
+    assert [(copy / path).readlink() for path in ("self/self", "linked/back")] == [origin, origin]
+    subprocess.run(["git", "submodule", "deinit", "-q", "-f", "module"], cwd=origin, check=True)
+    copy_code(origin, tmp_path / "slurm" / "other", "digits")  # lists "./" there
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (f"--folder {ROOT.parent} --dry-run -- --run-dir runs/no", "--folder .*: has the code in it"),
         ("--array-seeds 0:3 --follow", "--follow: shows one job"),
         ("--array-seeds 0:3 --container x", "--container: does not work with --array-seeds"),
         ("--array-seeds 0:3 --dry-run -- --mirror s3://a", "--array-seeds 0:3 --mirror s3://a: each run needs a URL"),

@@ -29,19 +29,7 @@ def copy_code(origin: Path, copy: Path, task: str, leave_out: Sequence[Path] = (
     Returns:
         the git revision, with "-dirty" if files had changed; empty without git.
     """
-    listed = _git(origin, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if listed is None:
-        found = (path.relative_to(origin) for path in origin.rglob("*"))
-        names = [str(path) for path in found if not path.parts[0].startswith(".") and path.parts[0] != "runs"]
-    else:
-        names = listed.split("\0")
-    not_code = [path.resolve() for path in leave_out]
-    for name in names:
-        source = origin / name
-        of_this_run = any(source.is_relative_to(folder) for folder in not_code)
-        if source.is_file() and source.stat().st_size <= LARGEST and not of_this_run and not _is_of_a_run(origin, name):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, copy / name)
+    _copy_files(origin, copy, [path.resolve() for path in leave_out])
     file = Path(task.rpartition(":")[0])
     if file.suffix == ".py" and not file.resolve().is_relative_to(origin):
         (copy / "outside").mkdir(exist_ok=True)
@@ -52,6 +40,30 @@ def copy_code(origin: Path, copy: Path, task: str, leave_out: Sequence[Path] = (
     copy.with_suffix(".revision").write_text(f"{revision or 'no git'}\n")
     copy.with_suffix(".diff").write_text(_git(origin, "diff", "HEAD") or "", errors="surrogateescape")
     return revision
+
+
+def _copy_files(origin: Path, copy: Path, not_code: Sequence[Path], by_link: bool = False) -> None:
+    """Copy what is listed. git lists a submodule, another repository and a link to a folder as one name each."""
+    for name in _names(origin):
+        source, target = origin / name, copy / name
+        of_this_run = any((origin.resolve() / name).is_relative_to(folder) for folder in not_code)
+        if source == origin or of_this_run or _is_of_a_run(origin, name):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_file() and source.stat().st_size <= LARGEST:
+            shutil.copy2(source, target)
+        elif source.is_symlink() and source.is_dir() and (by_link or not _git(source, "ls-files")):
+            target.symlink_to(source.resolve())  # to data, or in a linked folder, where links may form a circle
+        elif source.is_dir():
+            _copy_files(source, target, not_code, by_link or source.is_symlink())
+
+
+def _names(origin: Path) -> list[str]:
+    listed = _git(origin, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed is not None:
+        return list(filter(None, listed.split("\0")))
+    found = [path.relative_to(origin) for path in origin.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return [str(path) for path in found if not path.parts[0].startswith(".") and path.parts[0] != "runs"]
 
 
 def _is_of_a_run(origin: Path, name: str) -> bool:

@@ -108,6 +108,8 @@ def main(argv: Sequence[str], repository: Path) -> int:
     if configs[0].strategy == "dp":
         refuse_company((gpus or 1) * most, gpus=0)
     parent = (typed.folder or run_dir / "slurm").absolute()
+    if repository.resolve().is_relative_to(parent.resolve()):
+        raise Refusal(f"--folder {typed.folder}: has the code in it, which is copied there; name a folder for the job")
     stamp = parent / time.strftime("%Y%m%d-%H%M%S")
     folder = unused(stamp) if typed.dry_run else make_unused(stamp)
     _forget_other_jobs(typed)
