@@ -193,6 +193,13 @@ def test_with_a_mirror_no_claim_is_needed(words: str, train: list[str], claim: s
     assert volumes["runs"] == ({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})
 
 
+@pytest.mark.parametrize("word", ["--init-from=runs/first", "--init_from runs/first"])
+def test_weights_are_looked_for_in_the_pod(word: str) -> None:
+    train_args = [*RUN[1:], *word.split(), "--init-partial"]
+    job = objects(job_of(*parse_arguments(Submit, ["--image", "tide", "--", *train_args])))[-1]
+    assert container_of(job)["args"][-len(train_args) :] == train_args
+
+
 @pytest.mark.parametrize(
     ("words", "train", "line"),
     [

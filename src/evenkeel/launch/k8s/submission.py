@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from ...common.arguments import some_options
 from ...common.errors import Refusal
 from ..launchers import check_train_options, parse_arguments
 from ..limits import check_memory, parse_time
@@ -47,7 +48,9 @@ def job_of(typed: Submit, train_args: Sequence[str]) -> Job:
     for word in (*train_args, typed.image):
         if re.search("[\ud800-\udfff]", word):  # bytes of the command line that are not UTF-8
             raise Refusal(f"{word.encode(errors='backslashreplace').decode()}: is not UTF-8, so no YAML can hold it")
-    config = check_train_options(train_args)
+    weights, others = some_options(train_args, ("--init-from", "--init_from"))
+    # a path in the pod, which looks for it there: any file will do here
+    config = check_train_options([*others, f"--init-from={__file__}"] if weights.init_from else train_args)
     assert config.run_dir is not None  # resolved
     below = PurePath("/app", config.run_dir)
     if ".." in below.parts or below.parts[:3] != ("/", "app", "runs") or len(below.parts) < 4:
