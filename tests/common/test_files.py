@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from evenkeel.common.files import FROZEN, LOCK, append_line, folder_locked, lock, make_folder, read_json
+from evenkeel.common.files import FROZEN, LOCK, append_line, folder_locked, lock, make_folder, make_unused, read_json
 
 FORK = multiprocessing.get_context("fork")
 
@@ -68,6 +68,18 @@ def test_each_folder_that_is_made_is_synced(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         make_folder(tmp_path / "file" / "a")
+
+
+@pytest.mark.parametrize(("name", "code"), [("taken", 0), ("taken/below", 1)])
+def test_a_link_to_nowhere_does_not_keep_the_search_for_a_free_name_going(tmp_path: Path, name: str, code: int) -> None:
+    (tmp_path / "taken").symlink_to("nowhere")
+    child = FORK.Process(target=make_unused, args=[tmp_path / name])
+    child.start()
+    child.join(10)
+    if child.is_alive():
+        child.kill()
+    assert child.exitcode == code
+    assert (tmp_path / "taken-2").is_dir() == (code == 0), "else FileExistsError"
 
 
 def test_a_line_is_in_a_file_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The folder of a run: who may use it, and that two jobs never do."""
 
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -245,6 +246,19 @@ def test_a_folder_that_cannot_be_written_or_read(closed: Path) -> None:
     for path in (closed, closed / "run"):
         with unprivileged(), pytest.raises(Refusal, match="Permission denied"):
             claim(path, OPTIONS, fresh=False)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """Lustre without its option `flock`, for example."""
+
+    def flock(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    why = "its file system has no locks (flock): mount it with flock"
+    line = f"--run-dir {tmp_path}: cannot be written: {why}; fix that or name another folder"
+    assert refusal_of(claim, tmp_path, OPTIONS, fresh=False) == line
 
 
 def test_a_run_that_cannot_be_written(closed: Path) -> None:

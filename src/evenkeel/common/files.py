@@ -144,14 +144,15 @@ def sha256_of(path: Path, advance: Callable[[int], object] = lambda _: None) -> 
 def unused(path: Path) -> Path:
     """The path itself, or with -2, -3, ... appended: the first that does not exist."""
     names = (path.name if n == 1 else f"{path.name}-{n}" for n in count(1))
-    return next(free for name in names if not (free := path.with_name(name)).exists())
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
 
 def make_unused(path: Path) -> Path:
     """Make a folder with such a name; two processes that do so at once get different ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with contextlib.suppress(FileExistsError):
-            (free := unused(path)).mkdir(parents=True)
+            (free := unused(path)).mkdir()
             return free
 
 
@@ -159,12 +160,18 @@ def lock(file: IO[Any] | int, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> 
     """Lock an open file or folder against other processes; return whether that succeeded.
 
     Tries until a time of `time.monotonic`; 0: once. `LOCK_SH`: others may do the same. The kernel releases the lock
-    when the file is closed, or when the process dies.
+    when the file is closed, or when the process dies. Raises OSError if the file system has no locks.
     """
     while True:
-        with contextlib.suppress(BlockingIOError):
+        try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
             return True
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.ENOLCK):  # Lustre without its option, some of FUSE
+                raise OSError(error.errno, "its file system has no locks (flock): mount it with flock") from None
+            raise
         if time.monotonic() >= until:
             return False
         time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import time
@@ -14,7 +15,7 @@ from uuid import uuid4
 from ..common.arguments import flag
 from ..common.display import near
 from ..common.errors import Ended, Refusal
-from ..common.files import make_folder, make_unused, write_json
+from ..common.files import lock, make_folder, make_unused, unlock, write_json
 from ..config import changed_options
 from .manifest import step_folders
 from .records import is_run, is_untrained, read_config, read_facts
@@ -70,7 +71,9 @@ def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
         if not (fresh or is_untrained(path)):
             refuse_another_run(path, run)
         make_folder(path)
-        (path / ".lock").open("ab").close()  # checks that files can be written here
+        with (path / ".lock").open("ab") as file:  # checks that files can be written and locked here
+            if lock(file, kind=fcntl.LOCK_SH):
+                unlock(file)
     except OSError as error:
         raise Refusal(
             f"--run-dir {near(path)}: cannot be written: {error.strerror or error}; fix that or name another folder"
