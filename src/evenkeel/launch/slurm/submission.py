@@ -107,17 +107,13 @@ def main(argv: Sequence[str], repository: Path) -> int:
     configs = [check_train_options(member) if typed.dry_run else check_job(member) for member in members]
     if configs[0].strategy == "dp":
         refuse_company((gpus or 1) * most, gpus=0)
-    parent = (typed.folder or run_dir / "slurm").absolute()
-    if repository.resolve().is_relative_to(parent.resolve()):
-        raise Refusal(f"--folder {typed.folder}: has the code in it, which is copied there; name a folder for the job")
-    stamp = parent / time.strftime("%Y%m%d-%H%M%S")
-    folder = unused(stamp) if typed.dry_run else make_unused(stamp)
+    folder = _folder(typed, run_dir, repository)
     _forget_other_jobs(typed)
     executor = _executor(typed, partition, minutes, folder, repository, configs[0])
     if typed.dry_run:
         print(executor._make_submission_file_text(executor._submitit_command_str, ""))
         return 0
-    revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, parent))
+    revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, folder.parent))
     shutil.copy2(JOB_SCRIPT, folder)
     submitted = time.time()  # later records of the run are this job's
     script, limits = folder / "code" / "train.py", (typed.max_restarts, typed.max_requeues)
@@ -206,6 +202,18 @@ def _members(typed: Submit, train_args: list[str], config: Config) -> list[list[
 def _run_dir(config: Config) -> Path:
     assert config.run_dir is not None  # resolved
     return config.run_dir
+
+
+def _folder(typed: Submit, run_dir: Path, repository: Path) -> Path:
+    """The new folder for the job's files."""
+    parent = (typed.folder or run_dir / "slurm").absolute()
+    if repository.resolve().is_relative_to(parent.resolve()):
+        raise Refusal(f"--folder {typed.folder}: has the code in it, which is copied there; name a folder for the job")
+    stamp = parent / time.strftime("%Y%m%d-%H%M%S")
+    try:
+        return unused(stamp) if typed.dry_run else make_unused(stamp)
+    except OSError as error:
+        raise Refusal(f"--folder {parent}: cannot be made: {error.strerror}; name another folder") from None
 
 
 def _forget_other_jobs(typed: Submit) -> None:
