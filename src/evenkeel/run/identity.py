@@ -71,7 +71,8 @@ def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
         if not (fresh or is_untrained(path)):
             refuse_another_run(path, run)
         make_folder(path)
-        with (path / ".lock").open("ab") as file:  # checks that files can be written and locked here
+        # checks that files can be written and locked here; NFS wants a shared lock's file open to read
+        with (path / ".lock").open("a+b") as file:
             if lock(file, kind=fcntl.LOCK_SH):
                 unlock(file)
     except OSError as error:
