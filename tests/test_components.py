@@ -25,7 +25,7 @@ BUDGET = {
     "training": 6769,
     "run": 7298,
     "tasks": 2307,
-    "mirror": 701,
+    "mirror": 709,
     "launch": 3091,
     "cli": 7515,
     "time_travel": 1689,

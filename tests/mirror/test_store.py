@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -327,10 +326,11 @@ def test_other_nodes_copy_what_they_have_written_and_do_not_delete(store: Store,
     assert sorted(store.manifests()) == [3], "the host that wrote it copies it"
 
 
-def a_run(folder: Path, host: str, state: str = "finished", step: int = 3) -> Path:
-    """A run's own files, as on the node of rank 0, which is `host`, or copied from there."""
+def a_run(folder: Path, time: float = 9.0, state: str = "finished", step: int = 3) -> Path:
+    """A run's own files, as on the node of rank 0, or copied from there when its attempt began."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "status.json").write_text(json.dumps({"state": state, "step": step, "host": host}))
+    status = {"state": state, "step": step, "time": time, "world_sizes": [2]}
+    (folder / "status.json").write_text(json.dumps(status))
     (folder / "config.toml").write_text('schedule = "constant"\n')
     return folder
 
@@ -340,14 +340,14 @@ def test_node_0_applies_keep_to_what_the_node_of_rank_0_has_copied(
 ) -> None:
     """torch orders nodes by their addresses' text, so that rank 0 is often not on node 0."""
     monkeypatch.setattr("evenkeel.mirror.copying.PRUNED", 0.0)
-    node_0 = copier(store, a_run(tmp_path / "0", "node1", "running", 0))
-    node_1 = copier(store, a_run(tmp_path / "1", socket.gethostname(), "running", 8), first=False)
+    node_0 = copier(store, a_run(tmp_path / "0", 1.0, "running", 0))
+    node_1 = copier(store, a_run(tmp_path / "1", 8.0, "running", 8), first=False)
     for step in range(1, 9):
         saved(tmp_path / "1" / "checkpoints", step)
         node_1._pass(False)
         node_0._pass(False)
     assert sorted(store.manifests()) == [7, 8]
-    a_run(tmp_path / "1", socket.gethostname())
+    a_run(tmp_path / "1")
     for node in (node_1, node_0):
         node._pass(True)
     assert json.loads(store.read("status.json") or b"")["state"] == "finished", "node 0 has an old copy"
@@ -367,7 +367,7 @@ def test_what_verify_every_has_set_aside_is_not_fetched_back(store: Store, tmp_p
 
 
 def test_a_result_that_was_not_copied_is_copied_at_the_next_start(store: Store, tmp_path: Path) -> None:
-    (a_run(tmp_path, socket.gethostname()) / "model.pt").write_bytes(b"weights")
+    (a_run(tmp_path) / "model.pt").write_bytes(b"weights")
     saved(tmp_path / "checkpoints", 3)
     node = copier(store, tmp_path, first=False)
     assert node.begin() == 0
@@ -396,7 +396,7 @@ def test_a_node_that_has_nothing_ends_with_the_one_that_copies_the_result(
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(3)
             saved(tmp_path / "run" / "checkpoints", 3)
-            copier(store, a_run(tmp_path / "run", socket.gethostname()))._pass(True)
+            copier(store, a_run(tmp_path / "run"))._pass(True)
         assert process.wait(20) == 0
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any
 
 from ..common.display import say
 from ..common.errors import REFUSED, Refusal
@@ -142,8 +143,8 @@ class Copier:
         srun kill what is left of a job soon after its first process has ended."""
         found, self._away = False, True
         with contextlib.suppress(Exception):  # as above
-            status = json.loads(self.store.read("status.json") or b"{}")
-            found = bool(status.get("state") == "finished" and status.get("step") in self.store.manifests())
+            status = self._status()
+            found = status.get("state") == "finished" and status.get("step") in self.store.manifests()
             self._away = False
         return found
 
@@ -161,8 +162,10 @@ class Copier:
             self._claim()
         there = self._there() if new or last else {}
         self._away = False
-        for name, now in self._times().items() if self._has_rank_0() else ():
-            if self._sent.get(name) != now:
+        unsent = {name: now for name, now in self._times().items() if self._sent.get(name) != now}
+        # other nodes than that of rank 0 have a copy of its status, which grows old
+        if unsent and _age(read_facts(self.run_dir / "status.json")[0]) >= _age(self._status()):
+            for name, now in unsent.items():
                 self.store.write(name, self.run_dir / name)
                 self._sent[name] = now
         for path in new:
@@ -211,10 +214,11 @@ class Copier:
         kept = {*map(step_of, [*there.best_paths(), *there.all()[-keep:]])}
         self.store.delete(kept | {step for step, manifest in found.items() if manifest.kept_for_ever})
 
-    def _has_rank_0(self) -> bool:
-        """Whether the run's files here are rank 0's own: other nodes have copies, which grow old."""
-        host = read_facts(self.run_dir / "status.json")[0].get("host")
-        return bool(host == socket.gethostname() if host else self.settings.first)
+    def _status(self) -> dict[str, Any]:
+        """The run's status in the store; empty if there is none, or it is damaged."""
+        self.store.copies.mkdir(exist_ok=True)
+        (copy := self.store.copies / "status.json").write_bytes(self.store.read("status.json") or b"{}")
+        return read_facts(copy)[0]
 
     def _times(self) -> dict[str, int]:
         return {name: (self.run_dir / name).stat().st_mtime_ns for name in FILES if (self.run_dir / name).is_file()}
@@ -273,6 +277,10 @@ class Copier:
 
     def _say(self, text: str) -> None:
         say(f"evenkeel: {self.settings.url}: {text}", to_stderr=True)
+
+
+def _age(status: dict[str, Any]) -> tuple[int, float]:
+    return len(status.get("world_sizes", [])), status.get("time", 0.0)
 
 
 def _shown(error: Exception) -> str:
