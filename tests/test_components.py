@@ -26,7 +26,7 @@ BUDGET = {
     "run": 7298,
     "tasks": 2307,
     "mirror": 709,
-    "launch": 3091,
+    "launch": 3088,
     "cli": 7515,
     "time_travel": 1689,
 }

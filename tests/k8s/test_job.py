@@ -142,18 +142,6 @@ def test_a_pod_is_deleted_another_evicted_and_both_are_made_again(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_pod_is_deleted_more_often_than_torchrun_restarts_by_default(tmp_path: Path, undisturbed: str) -> None:
-    """Each time it uses up one of the restarts of the other."""
-    with trial(tmp_path / "app", "2", 2) as it:
-        for number in range(1, 5):
-            it.train(2, steps=1)
-            it.cluster.delete(it.cluster.active[1])
-            it.cluster.until(lambda number=number: len(runs.starts(it.run_dir)) > number, "another start")
-        it.check(undisturbed)
-        assert it.cluster.made(0) == 1, "pod 0 has stayed"
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("nodes", "ranks", "lost", "made"), [("1:3", 3, 2, [1, 1, 2]), ("2", 2, 0, [2, 2])])
 def test_a_machine_is_lost_and_its_pod_is_made_again_elsewhere(
     tmp_path: Path, undisturbed: str, nodes: str, ranks: int, lost: int, made: list[int]

@@ -167,14 +167,6 @@ def test_which_ends_of_a_pod_are_counted() -> None:
     assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
 
 
-@pytest.mark.parametrize(
-    ("words", "restarts"), [("-n 2", "1000"), ("-n 1", "3"), ("-n 2 --max-restarts 3", "3"), ("--max-restarts 0", "0")]
-)
-def test_a_lost_pod_does_not_use_up_the_restarts_of_the_others(words: str, restarts: str) -> None:
-    args = container_of(made(words)["Job"])["args"]
-    assert args[args.index("--max-restarts") + 1] == restarts
-
-
 def test_a_pod_has_no_rights_and_time_to_save() -> None:
     job = with_grace(100)
     pod = job["spec"]["template"]["spec"]

@@ -26,7 +26,6 @@ from .text import escaped
 
 CONTAINER = "node"  # Kubeflow's runtimes call it so
 BACKOFF_LIMIT = 6  # failures of all pods together that end a job; Kubernetes' own default
-MANY_RESTARTS = 1000  # torchrun never refills them, and each lost pod uses up one of the others'
 CLAIM = "evenkeel-runs"
 AFTER_GRACE = 15  # seconds for process 1, trackers and loaders to end, as docker/run.py gives them
 PROBE = {"initialDelaySeconds": 30, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 3}  # HEALTHCHECK's
@@ -147,8 +146,7 @@ def _metadata(job: Job) -> Json:
 
 def _words(job: Job, rank: str, master: str) -> Json:
     """Command and arguments of a pod; `rank` and `master` are for Kubernetes to expand, all else is as typed."""
-    restarts = (MANY_RESTARTS if job.nodes[1] > 1 else 3) if job.typed.max_restarts is None else job.typed.max_restarts
-    launch = ["launch", "-g", str(job.processes), "--max-restarts", str(restarts)]
+    launch = ["launch", "-g", str(job.processes), "--max-restarts", str(job.typed.max_restarts)]
     if job.nodes[1] > 1:
         launch += ["-n", job.typed.nodes, "-nr", rank, "--master", master]
         launch += ["--join-timeout", str(job.typed.join_timeout)]

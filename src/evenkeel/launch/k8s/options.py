@@ -33,9 +33,8 @@ class Submit:
     """Number of nodes, a pod each. MIN:MAX for an elastic job, which may lose and gain pods while it runs."""
     gpus: Gpus = option(None, 1, 1024)
     """GPUs per node, each with a process (unless --place says otherwise). Default: 1. Without GPUs: processes, 2."""
-    max_restarts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = option(None, 0)
-    """Maximum restarts of a pod's processes after the death of one of them or of another pod. Default: 3; for several
-    nodes 1000, since each eviction uses up one of the other pods'. A job without progress ends sooner."""
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = option(3, 0)
+    """Maximum restarts of a pod's processes after the death of one of them or of another pod."""
     join_timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS")] = option(JOIN_SECONDS, 1, JOIN_SECONDS)
     """Seconds that pods wait for each other. Then they give back their places, and are made again."""
     time: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="")] = None
