@@ -17,13 +17,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1914,
+    "common": 1918,
     "config": 600,
     "data": 3172,
     "distributed": 2537,
-    "resilience": 1881,
+    "resilience": 1890,
     "training": 6769,
-    "run": 7298,
+    "run": 7297,
     "tasks": 2307,
     "mirror": 709,
     "launch": 3088,

@@ -249,6 +249,21 @@ def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_step_that_is_in_memory_only_is_not_lost_with_a_changed_source(tmp_path: Path) -> None:
+    """A keeper that imports it again keeps its memory, because the disk has refused the step."""
+    run_dir, task = tmp_path / "run", own_task(tmp_path)
+    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--pause", 0.1, "--task", task)), env=OWN)
+    wait_for_step(run_dir, 3, process)
+    with needs.small_disk(run_dir / "checkpoints", "4k"):
+        own_task(tmp_path, before="FACTOR = 2")
+        os.kill(workers_of(process)[1], signal.SIGKILL)
+        wait_for_start(run_dir, 2)
+    said = ended(process).stderr
+    assert starts(run_dir)[1] >= 3, said
+    assert "NOT SAVED: [Errno 28] No space left on device" in said
+
+
+@pytest.mark.slow
 def test_a_task_that_starts_a_thread_when_it_is_imported_has_no_keeper(tmp_path: Path, run_dir: Path) -> None:
     thread = "threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()"
     options = job(run_dir, *RARE, "--pause", 0.1, "--task", own_task(tmp_path, before=thread))

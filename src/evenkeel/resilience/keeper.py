@@ -116,7 +116,7 @@ class Keeper:
             serve_store(self._rank, self._world_size)
         while True:
             code = os.waitstatus_to_exitcode(self._attend(self._fork(mask)))
-            self._memory.adopt(self._messages.get("memory", ""))
+            self._memory.adopt(self._messages.get("memory", ""))  # first: a child writes meanwhile
             if code == UNFORKABLE and not self._messages:
                 if self._stop_time:
                     self._end(STOPPED)
@@ -132,6 +132,7 @@ class Keeper:
                 written = self._await_written()
                 if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
+                self._memory.pass_on()
                 os.environ[keeper_link.COUNTS] = json.dumps([self._forks, self._without_progress, self._furthest_start])
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
@@ -252,8 +253,8 @@ class Keeper:
             self._exit_time = self._exit_time or now
 
     def _await_written(self) -> bool:
-        """Wait until what trainers have stored in memory is on the disk: at most --grace, counted from a stop signal if
-        one has come. False: a second Ctrl-C has ended the wait, and the state is lost. After --grace children go on."""
+        """Wait until what trainers have stored in memory is on the disk, or refused: at most --grace, counted from a
+        stop signal if one has come; then children go on. False: a second Ctrl-C has ended the wait."""
         begun, announced = time.monotonic(), False
         while steps := self._memory.reap():
             what, now = f"step {' and '.join(map(str, steps))}", time.monotonic()

@@ -3,8 +3,8 @@
 Without it, ranks that start again in place wait for a disk twice: for the rescue of the last finished step, and to read
 it. So a survivor writes the step into a file without a name (memfd_create(2)), which a fork shares. Its keeper passes
 the file to the next rank. Meanwhile a child of the keeper writes it to the disk, so that no more is lost than without
-this if all processes die. The file is in no folder and has no size limit; the kernel frees it with its last process.
-The keeper closes it when the run has come further (`KeeperMemory.discard`) and no child writes it any more.
+this if all processes die. The file is in no folder and has no size limit; the kernel frees it with its last process,
+or when the run has come further (`KeeperMemory.discard`) and no child writes it.
 
     rank        RankMemory.store      write a state, instead of or before a checkpoint
     keeper      KeeperMemory          what its rank, here its trainer, has stored; a child writes it to the disk
@@ -171,7 +171,9 @@ class KeeperMemory:
 
     def __init__(self, save: Callable[[Stored], object]) -> None:
         self._save = save
-        self._checkpoint: MemoryCheckpoint | None = None
+        self._checkpoint = MemoryCheckpoint(*json.loads(keeper_link.memory)) if keeper_link.memory else None
+        if self._checkpoint:
+            os.set_inheritable(self._checkpoint.descriptor, False)
         self._trainer_descriptor, self._slots = -1, list[int]()  # a file for the present trainer; -1: none
         self._writers: dict[int, tuple[Stored, int]] = {}
         """What each child writes, by its pid, and how many tries are left."""
@@ -212,6 +214,12 @@ class KeeperMemory:
         elif self._trainer_descriptor >= 0:
             os.close(self._trainer_descriptor)
         self._trainer_descriptor = -1
+
+    def pass_on(self) -> None:
+        """Leave the state to the program that replaces this one (`exec`): the disk may have refused it."""
+        if self._checkpoint:
+            os.set_inheritable(self._checkpoint.descriptor, True)
+            os.environ[keeper_link.MEMORY] = json.dumps(self._checkpoint)
 
     def save_slots(self) -> None:
         """Start to write what is in the slots, because no trainer will be forked that could."""

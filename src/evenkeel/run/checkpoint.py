@@ -117,7 +117,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def in_turn(self, until: float) -> Iterator[bool]:
-        """Lock out other writers: waits for another one until a moment, and longer while it makes progress. Yields
+        """Lock out other writers: waits for another one until a moment, and longer while its process runs. Yields
         whether there is no other now.
 
         Two at once only cost time and space: each writes under its own name and gives up if the other was faster.

@@ -61,10 +61,10 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
         # what rank 0 has locked is no copy, although a stale cache may show another run there
         trained = (directory is not None or not in_use(path)) and has_trained(path, facts)
     known = world.gather((launch_token(), status, untrained, trained))
-    tokens, statuses, nothing, everywhere = zip(*known, strict=True)
+    tokens, statuses, untrained_at, trained_at = zip(*known, strict=True)
     begun_by_this_launch = [each for each in statuses if is_restart(each, tokens)]
-    may_start_over = fresh or (any(statuses) and all(nothing))
-    goes_on_from = begun_by_this_launch if may_start_over else _of_one_run(path, statuses, everywhere)
+    may_start_over = fresh or (any(statuses) and all(untrained_at))
+    goes_on_from = begun_by_this_launch if may_start_over else _of_one_run(path, statuses, trained_at)
     return NodeRecords(tokens, may_start_over, may_start_over and not begun_by_this_launch, goes_on_from)
 
 

@@ -116,7 +116,7 @@ class Resume:
             if any(in_memory):
                 manifest, saved = self._from_memory(in_memory)
             else:
-                manifest, saved = self._from_disk(newest, on_disk.index(newest))
+                manifest, saved = self._from_disk(newest, on_disk.index(newest))  # the index is a rank
             if manifest:
                 return manifest, saved
 

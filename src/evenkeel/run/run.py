@@ -107,8 +107,7 @@ class Run:
     def open(cls, config: Config, task: Task, interruption: Interruption | None = None) -> Iterator[Run]:
         """Start or continue a run: devices, data, model; then the process group and the newest checkpoint.
 
-        Whatever ends the block, the last finished step is saved. `interruption`: what takes signals; default: one that
-        ends the process.
+        Whatever ends the block, the last finished step is saved. `interruption`: what takes signals.
 
             phase                 a stop signal is followed by      an error is recorded by
             building              the end of the process            nothing

@@ -170,13 +170,13 @@ class Saver:
             return NOTHING_NEW
         begun = time.monotonic()
         half_time = begun + self._grace / 2  # whatever the waits take, from here on --grace is for writing
+        # False: the checkpoint thread still writes, and discards what is in memory when it has finished
         reserved = self._staging.reserve(begun + self._grace / 4)
         try:
             # CPU: no copy, as capture(final=True) lets no more steps be committed. A GPU that hangs may commit one: a
             # copy, into the reserved memory, or into new memory if the writer still has that
             staging = self._staging if reserved and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
-            # if not reserved, the checkpoint thread is writing, and discards what is in memory when it has finished
             result = self._store_or_write(captured, in_place and reserved, local_rank, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)

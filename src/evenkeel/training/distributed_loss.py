@@ -126,8 +126,8 @@ class DistributedLoss:
     def micro_batches(self, step: Step) -> Iterator[Any]:
         """The batches of this rank's micro-batches, on its device; none on an idle rank, which takes part with zeros.
 
-        Pass each through the model and :meth:`backward` before taking the next. After the last, every
-        rank has the gradient of the global batch in ``.grad``.
+        Pass each through the model and :meth:`backward` before taking the next, to the end: only then do all ranks add
+        up, and every rank has the gradient of the global batch in ``.grad``.
         """
         self.state.clear_gradients()
         self._has_gradient = False

@@ -241,7 +241,7 @@ class State:
             if self.schedulers and self.schedulers.broken:
                 raise Torn("a scheduler has failed in the middle of its step")
             queued, live = self._seqlock.queued, self._live()
-            # `done`, a number for each device, is first in `live`, and `begun` last
+            # the order of `live` is the protocol: `done`, a number for each device, first, and `begun` last
             captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
             locked = stack.pop_all()
 
