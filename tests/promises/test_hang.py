@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, fork, read, run, running, start, torchrun, wait_until_gone
-from tests.support.small_runs import PLAN, SAMPLES, ended, job, no_step_is_done_twice, starts, wait_for_step, workers_of
+from tests.support.processes import TRAIN, fork, read, run, running, start, torchrun, wait_until, wait_until_gone
+from tests.support.small_runs import (
+    PLAN,
+    SAMPLES,
+    children,
+    ended,
+    job,
+    no_step_is_done_twice,
+    starts,
+    wait_for_step,
+    workers_of,
+)
 
 RECORDER = importlib.util.find_spec("torch.distributed.flight_recorder") is not None
 """Whether this release of torch has an analysis of its flight recorder."""
@@ -104,12 +114,13 @@ def test_the_control_without_a_watch_a_frozen_rank_holds_the_job(run_dir: Path) 
 @pytest.mark.slow
 def test_a_job_that_was_suspended_does_not_hang(run_dir: Path) -> None:
     """Ctrl-Z and fg, long after: the clock went on, the job did not."""
-    process = fork(TRAIN, *job(run_dir, "--pause", 0.05, "--hang-timeout", 4))
-    wait_for_step(run_dir, 3, process)
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(6)
-    process.send_signal(signal.SIGCONT)
+    process = fork(TRAIN, *job(run_dir, "--pause", 0.1, "--hang-timeout", 4))
+    wait_until(lambda: [*run_dir.rglob("*.stacks.txt")], "the first look of the watch")
+    both = [process.pid, *children(process.pid)]  # the keeper and the trainer, as a terminal does
+    for number, seconds in ((signal.SIGSTOP, 6), (signal.SIGCONT, 0)):
+        for pid in both:
+            os.kill(pid, number)
+        time.sleep(seconds)
     ended(process)
+    assert len(both) == 2
     assert len(starts(run_dir)) == 1
-    # which the watch opens at each tick, for a dump without Python's help
-    assert not list(run_dir.rglob("*.stacks.txt")), "with nothing in it"
