@@ -22,7 +22,7 @@ BUDGET = {
     "data": 3172,
     "distributed": 2537,
     "resilience": 1890,
-    "training": 6769,
+    "training": 6771,
     "run": 7297,
     "tasks": 2307,
     "mirror": 709,

@@ -70,6 +70,8 @@ class Refresh:
     def take(self, epoch: int, weights: Mapping[str, Tensor], task_state: TaskState | None) -> None:
         """Copy the committed weights and the task's state at the first step of an epoch."""
         self._model.load_state_dict(weights)
+        for device in {it.device for it in weights.values() if it.is_cuda}:
+            torch.cuda.synchronize(device)  # a rescue copies on another stream, and must not see half of this
         self._task_values, self.epoch, self.digest = task_state.kept() if task_state else None, epoch, None
 
     def data(self, train_set: SizedDataset, task_state: TaskState | None) -> SizedDataset:
