@@ -25,7 +25,7 @@ from .digest import on_host
 from .evaluation import evaluating, tensors_restored
 from .state import State
 from .state_dicts import local_rows
-from .task_state import is_readable, numbers_of
+from .task_state import changed_numbers, is_readable, numbers_of
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,7 @@ class SideEffects:
                     "own, as often as it has micro-batches; change them in after_step(model, step, losses), also what "
                     "max_norm of an Embedding does, and start over with --fresh"
                 )
-        found = dict(self._find_numbers())
-        changed = {name: then for name, then in self._numbers.items() if found.get(name, then) != then == then}
+        changed = changed_numbers(self._numbers, dict(self._find_numbers()))
         new = [name for name in changed if name not in self._warned]
         self._warned |= {*new}
         if modes := [name for name in new if changed[name] is False]:

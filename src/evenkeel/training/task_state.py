@@ -116,9 +116,8 @@ class TaskState:
 
     def _warn_of_unsaved(self, before: Mapping[str, float]) -> None:
         """Warn if `after_step` has changed numbers of the task, but not what is saved of it."""
-        now = dict(numbers_of(self._task))
-        changed = [f"self.{name}" for name, then in before.items() if now.get(name, then) != then == then]
-        if new := [name for name in changed if name not in self._unsaved]:
+        changed = changed_numbers(before, dict(numbers_of(self._task)))
+        if new := [it for it in (f"self.{name}" for name in changed) if it not in self._unsaved]:
             self._unsaved |= {*new}
             log.warning(
                 "after_step() changes %s, which state_dict() does not save: a run that is continued has the first "
@@ -192,6 +191,11 @@ def numbers_of(owner: Any) -> Iterator[tuple[str, float]]:
             value = value.item()
         if type(value) in (int, float):
             yield name, value
+
+
+def changed_numbers(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Those that have another value now, with the one before. NaN does not count, nor what is gone."""
+    return {name: then for name, then in before.items() if now.get(name, then) != then == then}
 
 
 def is_readable(tensor: Tensor) -> bool:
