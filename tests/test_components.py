@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1918,
+    "common": 1920,
     "config": 600,
     "data": 3172,
     "distributed": 2537,
     "resilience": 1890,
-    "training": 6771,
+    "training": 6774,
     "run": 7297,
     "tasks": 2307,
     "mirror": 709,
     "launch": 3088,
-    "cli": 7515,
+    "cli": 7508,
     "time_travel": 1689,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

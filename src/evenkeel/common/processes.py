@@ -80,8 +80,10 @@ def die_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def start_in_session(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a child in a session of its own, which no Ctrl-C reaches, and which gets SIGTERM if this process dies.
+def start_in_session(
+    command: Sequence[str], death: signal.Signals = signal.SIGTERM, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start a child in a session of its own, which no Ctrl-C reaches, and which gets a signal if this process dies.
 
     A Ctrl-C that comes meanwhile is raised afterwards, and the child ended: in the handlers that Python calls around a
     fork (`os.register_at_fork`) it would be printed and ignored. Takes the options of `subprocess.Popen`.
@@ -89,7 +91,7 @@ def start_in_session(command: Sequence[str], **options: Any) -> subprocess.Popen
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def begin() -> None:
-        die_with_parent(signal.SIGTERM)
+        die_with_parent(death)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     process = None
@@ -100,7 +102,7 @@ def start_in_session(command: Sequence[str], **options: Any) -> subprocess.Popen
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         except KeyboardInterrupt:
             if process:
-                process.terminate()
+                process.send_signal(death)
             raise
     return process
 

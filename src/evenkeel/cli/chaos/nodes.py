@@ -22,11 +22,10 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...common.processes import die_with_parent
+from ...common.processes import start_in_session
 
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname", "env")
 
@@ -101,16 +100,15 @@ class Lab:
 
     def start_node(self, node: int) -> None:
         """Boot a node: start its first process, whose death ends all others of the node."""
-        init = subprocess.Popen(
+        init = start_in_session(
             ["ip", "netns", "exec", f"{self.prefix}-node{node}"]
             + ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
             + ["sh", "-c", INIT, "init", self.hostname(node)],
+            signal.SIGKILL,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGKILL),
         )
         self._inits[node] = init
         assert init.stdout is not None
@@ -128,13 +126,8 @@ class Lab:
         """Start a process on a node. It ends with the node, with the lab, and with this process."""
         (init,) = _children(self._inits[node].pid)
         inside = ["nsenter", f"--target={init}", "--net", "--uts", "--ipc", "--pid", "--mount"]
-        job = subprocess.Popen(
-            [*inside, "env", f"--chdir={cwd}", *argv],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGKILL),
-            **options,
-        )
+        command = [*inside, "env", f"--chdir={cwd}", *argv]
+        job = start_in_session(command, signal.SIGKILL, stdin=subprocess.DEVNULL, **options)
         self._jobs.append(job)
         return job
 
