@@ -17,13 +17,13 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1920,
+    "common": 1926,
     "config": 600,
     "data": 3172,
     "distributed": 2537,
     "resilience": 1890,
     "training": 6774,
-    "run": 7297,
+    "run": 7298,
     "tasks": 2307,
     "mirror": 709,
     "launch": 3088,

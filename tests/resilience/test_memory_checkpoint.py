@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import signal
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -33,8 +34,20 @@ MEGABYTE = 1 << 20
 STATE = {"weights": torch.arange(MEGABYTE, dtype=torch.float32)}
 
 
-def by_a_rank(memory: KeeperMemory, act: Callable[[], object]) -> str:
-    """What a fork tells of the state that it leaves, last; as its keeper would hear it."""
+SAVE_STATE = partial(torch.save, STATE)
+
+
+def store(step: int, write: Callable[[IO[bytes]], object] = SAVE_STATE, kind: str = "snapshot") -> bool:
+    return rank_memory.store(write, {"step": step, "kind": kind, "run_id": "here"})
+
+
+def step_in(messages: dict[str, str]) -> int:
+    """Of the snapshot that a rank has left; 0: it has left none."""
+    return json.loads(messages.get("snapshot") or '{"step": 0}')["step"]
+
+
+def by_a_rank(memory: KeeperMemory, act: Callable[[], object]) -> dict[str, str]:
+    """What a fork tells its keeper: the last of each message."""
     heard, told = os.pipe()
     memory.prepare()
     if not (child := os.fork()):
@@ -47,7 +60,7 @@ def by_a_rank(memory: KeeperMemory, act: Callable[[], object]) -> str:
     os.close(told)
     os.waitpid(child, 0)
     with os.fdopen(heard) as words:
-        return ([""] + words.read().splitlines())[-1].removeprefix("memory").strip()
+        return dict(line.partition(" ")[::2] for line in words.read().splitlines())
 
 
 def await_written(memory: KeeperMemory) -> None:
@@ -60,9 +73,7 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory = KeeperMemory(save)
-    memory.adopt(
-        by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3, "run_id": "here"}))
-    )
+    memory.adopt(by_a_rank(memory, lambda: store(3)))
     await_written(memory)
     assert torch.load(tmp_path / "saved")["weights"].equal(STATE["weights"])
 
@@ -71,33 +82,59 @@ def test_a_state_outlives_its_process_and_is_saved_by_a_child(tmp_path: Path) ->
         left = rank_memory.previous("here")
         assert left.step == 3
         assert torch.load(left.path)["weights"].equal(STATE["weights"])
-        rank_memory.store(partial(torch.save, STATE), {"step": 4})
+        store(4)
 
-    assert by_a_rank(memory, is_there) == '{"step": 4}'
+    assert step_in(by_a_rank(memory, is_there)) == 4
+
+
+def test_a_checkpoint_and_a_later_rescue_are_both_written(tmp_path: Path) -> None:
+    """The next rank begins with the later one; the checkpoint has an evaluation, and is not replaced by it."""
+
+    def save(it: memory_checkpoint.Stored) -> None:
+        assert isinstance(it, MemoryCheckpoint)
+        (tmp_path / f"{it.step}-{it.facts['kind']}").write_bytes(Path(it.path).read_bytes())
+
+    def leave() -> None:
+        store(3, kind="checkpoint")
+        store(5)
+
+    memory, before = KeeperMemory(save), bytes_in_memory(os.getpid())
+    memory.adopt(by_a_rank(memory, leave))
+    await_written(memory)
+    assert {it.name for it in tmp_path.iterdir()} == {"3-checkpoint", "5-snapshot"}
+
+    def is_there() -> None:
+        store(rank_memory.previous("here").step)
+
+    memory.adopt(messages := by_a_rank(memory, is_there))
+    assert step_in(messages) == 5
+    await_written(memory)
+    memory.discard()
+    assert bytes_in_memory(os.getpid()) == before, "no memory is left behind"
 
 
 @pytest.mark.parametrize("limit", [MEGABYTE, resource.RLIM_INFINITY])
 def test_a_state_that_has_no_room_is_not_held_at_all(limit: int) -> None:
     def act() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        if not rank_memory.store(partial(torch.save, STATE), {"step": 1}):
+        if not store(1):
             assert rank_memory.facts == {}
-            assert os.fstat(rank_memory.descriptor).st_size == 0
-            rank_memory.store(lambda file: file.write(b"less"), {"step": 2})  # the process goes on
+            assert os.fstat(rank_memory.files["snapshot"]).st_size == 0
+            store(2, lambda file: file.write(b"less"))  # the process goes on
 
-    assert by_a_rank(KeeperMemory(print), act) == ('{"step": 2}' if limit == MEGABYTE else '{"step": 1}')
+    assert step_in(by_a_rank(KeeperMemory(print), act)) == (2 if limit == MEGABYTE else 1)
 
 
 def test_a_state_that_is_being_replaced_when_its_process_dies_is_not_whole() -> None:
     def act() -> None:
-        rank_memory.store(partial(torch.save, STATE), {"step": 1})
-        rank_memory.store(lambda file: (file.write(b"half"), os._exit(0)), {"step": 2})
+        store(1)
+        store(2, lambda file: (file.write(b"half"), os._exit(0)))
 
-    assert by_a_rank(KeeperMemory(print), act) == ""
+    assert step_in(by_a_rank(KeeperMemory(print), act)) == 0
 
 
 def test_a_process_without_a_keeper_holds_nothing() -> None:
-    assert not rank_memory.store(partial(torch.save, STATE), {})
+    assert not store(1)
     assert rank_memory.previous("") is None
     assert rank_memory.offer("") is None
 
@@ -117,7 +154,7 @@ def test_a_child_that_is_killed_is_followed_by_another(
         (tmp_path / "saved").write_bytes(Path(it.path).read_bytes())
 
     memory, before = KeeperMemory(save), bytes_in_memory(os.getpid())
-    memory.adopt(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3})))
+    memory.adopt(by_a_rank(memory, lambda: store(3)))
     for count in range(1, kills + 1):
         wait_until(lambda: memory.reap() == [3] and len([*tmp_path.iterdir()]) == count, "a child", limit=60)  # noqa: B023
         if forgotten:
@@ -137,7 +174,7 @@ def test_a_child_that_fails_says_that_the_step_is_not_saved(capfd: pytest.Captur
         raise RuntimeError("no archive")  # any error but an OSError, which the saver reports itself
 
     memory = KeeperMemory(save)
-    memory.adopt(by_a_rank(memory, lambda: rank_memory.store(partial(torch.save, STATE), {"step": 3})))
+    memory.adopt(by_a_rank(memory, lambda: store(3)))
     await_written(memory)
     *trace, line = capfd.readouterr().err.splitlines()
     assert trace[-1] == "RuntimeError: no archive"
@@ -152,7 +189,7 @@ def test_slots_stay_open_after_a_child_has_written_them() -> None:
     memory.save_slots()
     assert memory.reap() in ([3], [])
     await_written(memory)
-    memory.adopt("")
+    memory.adopt({})
     for slot in memory._slots:
         os.close(slot)
 
@@ -171,17 +208,17 @@ def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
 
 def test_a_process_that_is_forked_keeps_no_memory() -> None:
     def act() -> None:
-        rank_memory.store(partial(torch.save, STATE), {"step": 1, "run_id": ""})
-        mine = rank_memory.descriptor
+        store(1)
+        mine = rank_memory.files["snapshot"]
         os.fstat(mine)
         if not (loader := os.fork()):
             with contextlib.suppress(OSError):
                 os.fstat(mine)
                 os._exit(1)
-            os._exit(rank_memory.store(partial(torch.save, STATE), {"step": 3}))
-        rank_memory.store(partial(torch.save, STATE), {"step": os.waitpid(loader, 0)[1]})
+            os._exit(store(3))
+        store(4 + os.waitpid(loader, 0)[1])
 
-    assert by_a_rank(KeeperMemory(print), act) == '{"step": 0}'
+    assert step_in(by_a_rank(KeeperMemory(print), act)) == 4
 
 
 SERVE = """
@@ -242,6 +279,12 @@ def test_a_keeper_that_lost_a_slow_store_is_not_waited_for(rejoins: bool, monkey
         assert other._store.add("done", 0) == rejoins
 
 
+def give_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files to write to, which a keeper would give this process."""
+    monkeypatch.setattr(rank_memory, "files", {kind: os.memfd_create(kind) for kind in ("checkpoint", "snapshot")})
+    monkeypatch.setattr(rank_memory, "facts", {})
+
+
 def after_a_step() -> State:
     model = nn.Linear(2, 2)
     state = State(model, [torch.optim.SGD(model.parameters())])
@@ -256,8 +299,7 @@ def test_a_rescue_for_which_the_node_has_no_memory_goes_to_the_disk(
     ranks: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks of the node may store one at once, and the kernel would kill some of them."""
-    monkeypatch.setattr(rank_memory, "descriptor", os.memfd_create("state"))
-    monkeypatch.setattr(rank_memory, "facts", {})
+    give_memory(monkeypatch)
     devices = [torch.device("cpu")]
     saver = Saver(Checkpoints(tmp_path, 2), devices, 4.0, lambda _step: None, memory=True, local_ranks=ranks)
     assert saver.rescue(after_a_step(), 0, in_place=True).startswith(f"step 1 is {where}")
@@ -294,11 +336,10 @@ def test_a_rescue_needs_no_disk_where_memory_is_enough(
             answers.wait(20)
         return stat(path, *arguments, **options)
 
-    monkeypatch.setattr(rank_memory, "descriptor", os.memfd_create("state"))
-    monkeypatch.setattr(rank_memory, "facts", {})
+    give_memory(monkeypatch)
     monkeypatch.setattr(os, "stat", fail)
     begun, answers = time.monotonic(), threading.Event()
     assert saver.rescue(state, 0, in_place=True) == "step 1 is stored in memory"
     assert time.monotonic() - begun < 15
     answers.set()
-    assert rank_memory.facts["step"] == 1
+    assert rank_memory.facts["snapshot"]["step"] == 1

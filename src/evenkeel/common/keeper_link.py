@@ -9,14 +9,17 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Message = Literal["generation", "limit", "grace", "progress", "memory", "lost", "hang", "refusal", "give_up", "stop"]
+from .naming import Kind
+
+Message = Literal[Kind, "generation", "limit", "grace", "progress", "lost", "hang", "refusal", "give_up", "stop"]
 """What a rank tells its keeper, mostly with a value:
 
     generation  the name by which all ranks of this generation meet
     limit       --keeper-restarts
     grace       --grace
     progress    the first step that this attempt has finished
-    memory      the facts of a state in memory (`resilience.memory_checkpoint`)
+    checkpoint  the facts of a state in memory (`resilience.memory_checkpoint`)
+    snapshot    the same of a rescue
     lost        the rank ends because it has lost another one; what to print if that is not so
     hang        it ends because of a hang
     refusal     it refuses its input; the line

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 V = TypeVar("V")
+
+Kind = Literal["checkpoint", "snapshot"]
+"""Of a checkpoint: a planned one, or one of a job that was stopped or failed."""
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 """The sets of samples that something is measured on. A task may name other sets for its evaluation."""

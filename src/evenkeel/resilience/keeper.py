@@ -116,7 +116,7 @@ class Keeper:
             serve_store(self._rank, self._world_size)
         while True:
             code = os.waitstatus_to_exitcode(self._attend(self._fork(mask)))
-            self._memory.adopt(self._messages.get("memory", ""))  # first: a child writes meanwhile
+            self._memory.adopt(self._messages)  # first: a child writes meanwhile
             if code == UNFORKABLE and not self._messages:
                 if self._stop_time:
                     self._end(STOPPED)

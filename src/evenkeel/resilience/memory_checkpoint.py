@@ -4,7 +4,8 @@ Without it, ranks that start again in place wait for a disk twice: for the rescu
 it. So a survivor writes the step into a file without a name (memfd_create(2)), which a fork shares. Its keeper passes
 the file to the next rank. Meanwhile a child of the keeper writes it to the disk, so that no more is lost than without
 this if all processes die. The file is in no folder and has no size limit; the kernel frees it with its last process,
-or when the run has come further (`KeeperMemory.discard`) and no child writes it.
+or when the run has come further (`KeeperMemory.discard`) and no child writes it. A checkpoint that is being written and
+a rescue have a file each: the disk may hang under the first while the second is stored.
 
     rank        RankMemory.store      write a state, instead of or before a checkpoint
     keeper      KeeperMemory          what its rank, here its trainer, has stored; a child writes it to the disk
@@ -20,13 +21,14 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, get_args
 
 from ..common import keeper_link
 from ..common.display import say
+from ..common.naming import Kind
 from ..common.processes import name_process
 from .slot_files import new_slots, step_in
 
@@ -73,16 +75,16 @@ class RankMemory:
     """The memory that this rank shares with its keeper; empty without one. Its only instance is `rank_memory`."""
 
     def __init__(self) -> None:
-        self.descriptor = -1
-        """The file to write to; -1: none."""
-        self.facts: dict[str, Any] = {}
-        """The facts of the state in that file; empty: the state is not complete."""
+        self.files: dict[Kind, int] = {}
+        """The files to write to, descriptors; empty: none."""
+        self.facts: dict[Kind, dict[str, Any]] = {}
+        """The facts of the complete states in them."""
         self._previous: MemoryCheckpoint | None = None
         self._slots: list[int] = []
 
-    def inherit(self, descriptor: int, previous: MemoryCheckpoint | None, slots: list[int]) -> None:
+    def inherit(self, files: dict[Kind, int], previous: MemoryCheckpoint | None, slots: list[int]) -> None:
         """Take over these files from the keeper that has forked this rank."""
-        self.descriptor, self._previous, self._slots = descriptor, previous, slots
+        self.files, self._previous, self._slots = files, previous, slots
         os.register_at_fork(after_in_child=self._disown)  # loader processes must not keep it allocated
 
     def slots(self) -> list[int]:
@@ -90,34 +92,31 @@ class RankMemory:
         return self._slots or new_slots()
 
     def store(self, write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
-        """Store a state for the keeper, in place of the last one.
-
-        Args:
-            write: writes it, into a file that can seek.
-            facts: see :class:`MemoryCheckpoint`.
-
-        Returns:
-            False if there is no keeper, or too little memory.
-        """
-        if self.descriptor < 0:
+        """Store a state for the keeper, which `write` writes into a file that can seek, in place of the last one of its
+        kind (`facts["kind"]`). Returns False if there is no keeper, or too little memory."""
+        if (kind := facts["kind"]) not in self.files:
             return False
-        self.discard()
+        self.discard(kind)
         try:
-            with open(f"/proc/self/fd/{self.descriptor}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
+            with open(f"/proc/self/fd/{self.files[kind]}", "wb") as file:  # noqa: PTH123  (its name is no path of a folder)
                 write(file)
         except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
-            self.discard()
+            self.discard(kind)
             return False
-        keeper_link.send("memory", json.dumps(facts))  # only now: it is complete
-        self.facts = facts
+        keeper_link.send(kind, json.dumps(facts))  # only now: it is complete
+        self.facts[kind] = facts
         return True
 
-    def discard(self) -> None:
-        """Discard what this process has stored."""
-        if self.descriptor >= 0:
-            keeper_link.send("memory")
-            self.facts = {}
-            os.ftruncate(self.descriptor, 0)
+    def discard(self, kind: Kind) -> None:
+        """Discard what this process has stored of this kind."""
+        if kind in self.files:
+            keeper_link.send(kind)
+            self.facts.pop(kind, None)
+            os.ftruncate(self.files[kind], 0)
+
+    def has(self, step: int) -> bool:
+        """Whether this process has stored this step."""
+        return step in [facts["step"] for facts in [*self.facts.values()]]
 
     def previous(self, run_id: str) -> MemoryCheckpoint | None:
         """The state that the previous rank of this keeper has stored, if it is of this run."""
@@ -140,9 +139,9 @@ class RankMemory:
 
     def _disown(self) -> None:
         self.discard_previous()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor, self.facts = -1, {}
+        for descriptor in self.files.values():
+            os.close(descriptor)
+        self.files, self.facts = {}, {}
 
 
 rank_memory = RankMemory()
@@ -174,14 +173,14 @@ class KeeperMemory:
         self._checkpoint = MemoryCheckpoint(*json.loads(keeper_link.memory)) if keeper_link.memory else None
         if self._checkpoint:
             os.set_inheritable(self._checkpoint.descriptor, False)
-        self._trainer_descriptor, self._slots = -1, list[int]()  # a file for the present trainer; -1: none
-        self._writers: dict[int, tuple[Stored, int]] = {}
-        """What each child writes, by its pid, and how many tries are left."""
+        self._trainer_files, self._slots = dict[Kind, int](), list[int]()  # of the present trainer
+        self._writers: dict[int, tuple[Stored, int]] = {}  # what each child writes, by its pid, and the tries left
 
     def prepare(self) -> None:
         """Allocate the memory of the trainer that is forked next."""
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then the trainer writes to the disk
-            self._trainer_descriptor = os.memfd_create("state")
+            for kind in get_args(Kind):
+                self._trainer_files[kind] = os.memfd_create("state")
             self._slots = self._slots or new_slots()
 
     def hand_over(self) -> None:
@@ -190,30 +189,31 @@ class KeeperMemory:
         being_written = {it.descriptor for it, _ in self._writers.values() if isinstance(it, MemoryCheckpoint)}
         for descriptor in being_written - {self._checkpoint and self._checkpoint.descriptor}:
             os.close(descriptor)
-        rank_memory.inherit(self._trainer_descriptor, self._checkpoint, self._slots)
+        rank_memory.inherit(self._trainer_files, self._checkpoint, self._slots)
         keeper_link.before_exit(partial(self._save_if_orphaned, os.getppid()))
 
     def _save_if_orphaned(self, keeper: int) -> None:
         """In the trainer, at its end: write its state to the disk itself if its keeper, a pid, has died."""
         if os.getppid() == keeper:
             return
-        if rank_memory.facts:
-            self._save(MemoryCheckpoint(rank_memory.descriptor, rank_memory.facts))
-        elif stored := self.in_slots():
+        for kind, facts in [*rank_memory.facts.items()]:  # a thread may discard one
+            self._save(MemoryCheckpoint(rank_memory.files[kind], facts))
+        if not rank_memory.facts and (stored := self.in_slots()):
             self._save(stored)
 
-    def adopt(self, facts_json: str) -> None:
+    def adopt(self, messages: Mapping[str, str]) -> None:
         """Take over what the trainer has stored, after its end, and start to write it.
 
-        `facts_json`: the facts it sent last; "": the state is not complete, or there is none.
+        `messages`: its last ones; of each file the facts. "": the state is not complete, or there is none.
         """
-        if facts_json:
-            self.discard()
-            self._checkpoint = MemoryCheckpoint(self._trainer_descriptor, json.loads(facts_json))
-            self._write(self._checkpoint, TRIES)
-        elif self._trainer_descriptor >= 0:
-            os.close(self._trainer_descriptor)
-        self._trainer_descriptor = -1
+        for kind, descriptor in self._trainer_files.items():  # the rescue is the later step, and the next trainer's
+            if facts_json := messages.get(kind):
+                self.discard()
+                self._checkpoint = MemoryCheckpoint(descriptor, json.loads(facts_json))
+                self._write(self._checkpoint, TRIES)
+            else:
+                os.close(descriptor)
+        self._trainer_files = {}
 
     def pass_on(self) -> None:
         """Leave the state to the program that replaces this one (`exec`): the disk may have refused it."""

@@ -27,8 +27,8 @@ from typing import Any
 
 from ..common.deadlines import FOREVER
 from ..common.files import LOCK, folder_locked, lock, make_folder, read_json, sync_folder, unfinished, write_json
-from ..common.naming import TEST, named
-from .manifest import MANIFEST, Kind, Manifest, Provenance, load, manifest_of, read_manifest, step_folders, step_of
+from ..common.naming import TEST, Kind, named
+from .manifest import MANIFEST, Manifest, Provenance, load, manifest_of, read_manifest, step_folders, step_of
 from .state_files import STATE, Damaged, clean, clean_locked, delete, dump, folder_of, replaced, set_aside
 
 LEFT_BEHIND = 600.0

@@ -11,15 +11,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ..common.files import sha256_of
-from ..common.naming import TEST, full_name, named
+from ..common.naming import TEST, Kind, full_name, named
 from .state_files import Damaged, Want, WrittenFile, read_state, state_files
 
 MANIFEST = "manifest.json"
-
-Kind = Literal["checkpoint", "snapshot"]
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ..common.memory import memory_left
+from ..common.naming import Kind
 from ..common.phases import CHECKPOINT, activity
 from ..resilience.memory_checkpoint import rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging, named_tensors
 from ..training.state import State
 from .checkpoint import Checkpoints, facts_of, known_step
-from .manifest import Kind
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Saver:
         in_memory = self._store_in_memory(captured, metrics, "checkpoint")
         self.checkpoints.save(captured, metrics)
         if in_memory:
-            rank_memory.discard()
+            rank_memory.discard("checkpoint")
         self._written(captured["step"])
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
@@ -142,6 +142,8 @@ class Saver:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""
         if not self._use_memory:
             return False
+        if kind == "snapshot" and rank_memory.has(captured["step"]):  # as a checkpoint, with its evaluation
+            return True
         size = sum(tensor.nbytes for tensor in named_tensors(captured).values())
         if size * (self._local_ranks if kind == "snapshot" else 1) > memory_left():
             return False  # the kernel would kill ranks
@@ -158,8 +160,8 @@ class Saver:
         """Save the last finished step from this rank, unless another rank of the node has done so; returns the result
         as text. From any thread.
 
-        It goes into memory for the keeper, whose child writes it, if ranks are about to start again in place and no
-        checkpoint is being written; else, or where there is no keeper or no memory, to the disk.
+        It goes into memory for the keeper, whose child writes it, if ranks are about to start again in place; without a
+        keeper, or memory for it, it goes to the disk.
 
         Args:
             state: the live one. No further step is committed on the host.
@@ -170,14 +172,14 @@ class Saver:
             return NOTHING_NEW
         begun = time.monotonic()
         half_time = begun + self._grace / 2  # whatever the waits take, from here on --grace is for writing
-        # False: the checkpoint thread still writes, and discards what is in memory when it has finished
+        # False: the checkpoint thread still writes; its disk may hang
         reserved = self._staging.reserve(begun + self._grace / 4)
         try:
             # CPU: no copy, as capture(final=True) lets no more steps be committed. A GPU that hangs may commit one: a
             # copy, into the reserved memory, or into new memory if the writer still has that
             staging = self._staging if reserved and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
-            result = self._store_or_write(captured, in_place and reserved, local_rank, half_time)
+            result = self._store_or_write(captured, in_place, local_rank, half_time)
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)

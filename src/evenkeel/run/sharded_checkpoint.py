@@ -23,10 +23,11 @@ from typing import Any
 
 from ..common.deadlines import FOREVER
 from ..common.files import folder_locked, lock, read_json, unlock, write_json
+from ..common.naming import Kind
 from ..resilience.slot_files import step_in
 from ..training import slots
 from .checkpoint import LEFT_BEHIND, WRITER_TIMEOUT, Checkpoints, check_not_stale, checkpoints_of
-from .manifest import MANIFEST, Kind, step_of
+from .manifest import MANIFEST, step_of
 from .state_files import HIDDEN, WrittenFile, clean, clean_locked, dump, file_of, final_of, folder_of, state_files
 
 ROWS_TIMEOUT = 600.0
