@@ -102,6 +102,20 @@ def test_a_slow_disk_gets_the_last_step_once_and_so_within_the_grace(tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_task_that_takes_signals_itself_takes_no_stop_signal_away(tmp_path: Path) -> None:
+    """As an event loop does: Python writes a signal's number to one pipe only."""
+    body = """
+    def loss(self, model, batch):
+        signal.set_wakeup_fd(-1)
+        return super().loss(model, batch)
+    """
+    run_dir, task = tmp_path / "run", runs.own_task(tmp_path, body)
+    process = start([sys.executable, str(TRAIN), *job(run_dir, *RARE, "--pause", 0.1, "--task", task)], env=runs.OWN)
+    runs.stop_at(run_dir, 3, process, TERM, expect=75)
+    assert saved_step(run_dir) >= 3
+
+
+@pytest.mark.slow
 def test_a_new_job_waits_while_the_old_one_uses_its_grace(tmp_path: Path) -> None:
     run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 13)
     words = job(run_dir, *RARE, "--pause", 0.2, "--task", task)

@@ -249,6 +249,20 @@ def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_half_a_change_of_the_source_does_not_end_a_job(tmp_path: Path) -> None:
+    """Somebody edits the task while a rank dies. What the processes have imported still runs."""
+    run_dir, task = tmp_path / "run", own_task(tmp_path)
+    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--pause", 0.1, "--task", task)), env=OWN)
+    wait_for_step(run_dir, 3, process)
+    with (tmp_path / "own.py").open("a") as file:
+        file.write("def half(:\n")
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    said = ended(process).stderr
+    assert starts(run_dir)[1] >= 3
+    assert said.count("going on with the source as it was") == 2
+
+
+@pytest.mark.slow
 def test_a_step_that_is_in_memory_only_is_not_lost_with_a_changed_source(tmp_path: Path) -> None:
     """A keeper that imports it again keeps its memory, because the disk has refused the step."""
     run_dir, task = tmp_path / "run", own_task(tmp_path)

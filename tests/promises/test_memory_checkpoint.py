@@ -345,6 +345,39 @@ def test_a_disk_that_hangs_under_a_checkpoint_keeps_no_later_step_out_of_memory(
     assert runs.no_step_is_done_twice(run_dir)
 
 
+def test_ranks_whose_copies_of_a_step_differ_evaluate_together(tmp_path: Path) -> None:
+    """Rank 0 has died with the evaluation of step 4 done; rank 1 was slower. A metric that is NaN is not repeated from
+    the record."""
+    body = """
+    best = ("loss", "min")
+
+    def metrics(self, model, batch):
+        loss = super().metrics(model, batch)["loss"]
+        return {"loss": loss, "odd": loss * float("nan")}
+
+    def loss(self, model, batch):
+        type(self).trained = True
+        return super().loss(model, batch)
+
+    def summarize(self, means):
+        if hasattr(self, "trained") and os.environ["RANK"] == "1" and not os.path.exists(self.folder + "/slow"):
+            open(self.folder + "/slow", "w").close()
+            time.sleep(600)
+        return super().summarize(means)
+    """
+    run_dir = tmp_path / "run"
+    before = "Recorded.folder = " + repr(str(tmp_path))
+    words = job(run_dir, "--checkpoint-every", 0, "--eval-every", 4, "--patience", 3, "--pause", 0.1)
+    process = start(torchrun(2, TRAIN, *words, "--task", runs.own_task(tmp_path, body, before)), env=runs.OWN)
+    wait_for_step(run_dir, 2, process)
+    with runs.locked(run_dir):
+        wait_until(lambda: runs.bytes_in_memory(runs.keepers_of(process)[0]) > 0, "the evaluated step in memory")
+        os.kill(runs.workers_of(process)[0], signal.SIGKILL)
+        wait_for_start(run_dir, 2)
+    ended(process)
+    assert starts(run_dir) == [0, 4]
+
+
 def test_a_start_waits_for_what_a_keeper_has_left_to_a_child(tmp_path: Path) -> None:
     run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 25)
     words = job(run_dir, *RARE, "--checkpoint-every", 3, "--keeper-restarts", 0, "--grace", 1, "--task", task)

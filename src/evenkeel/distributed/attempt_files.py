@@ -19,11 +19,13 @@ def claim_first_failure(line: str = "", or_otherwise: bool = False) -> bool:
     all ranks. Returns whether it was recorded; with ``or_otherwise`` also if the first one was another line."""
     with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files
         file, text = _first_failure(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
+        (own := file.with_name(f"{file.name}.{os.getpid()}")).write_bytes(text)
         try:
-            with file.open("xb") as new:
-                new.write(text)
+            os.link(own, file)  # complete at once: another rank may read it
         except FileExistsError:
             return or_otherwise and file.read_bytes() != text
+        finally:
+            own.unlink()
     return True
 
 

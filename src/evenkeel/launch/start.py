@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..common import keeper_link
 from ..common.arguments import some_options
+from ..common.display import say
 from ..common.errors import Refusal
 from ..config import Config
 from ..distributed.exits import exit_code, leave
@@ -64,7 +65,7 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
             keeper_link.note_absence(reason)
         else:
             before = _sources()
-            Keeper(train, lambda: _sources() != before, write_memory_checkpoint).keep()
+            Keeper(train, lambda: _has_changed(before), write_memory_checkpoint).keep()
     train()
 
 
@@ -99,6 +100,18 @@ def _prepare(task: str) -> str:
         with contextlib.suppress(Exception, SystemExit):  # as above
             options_of(sys.argv[1:], own[-1] if own else None)
     return ""
+
+
+def _has_changed(before: Mapping[str, object]) -> bool:
+    """Whether the source has changed since `before`, and can be imported: a job goes on without half a change."""
+    after = _sources()
+    try:
+        for file in (it for it in before if it.endswith(".py") and after.get(it) != before[it]):
+            compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        say(f"evenkeel: changed, but not usable: {error}; going on with the source as it was", to_stderr=True)
+        return False
+    return after != before
 
 
 def _sources() -> dict[str, tuple[int, int]]:

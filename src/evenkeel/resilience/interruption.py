@@ -66,17 +66,25 @@ class Interruption:
 
     def _receive_signals(self) -> None:
         self._parent = os.getppid()
-        self._pipe, wakeup = os.pipe()
-        os.set_blocking(wakeup, False)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        self._pipe, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
         for number in heeded_stops():
-            _receive(number)
+            self._receive(number)
         if keeper_link.has_keeper():
-            _receive(keeper_link.REGROUP)
+            self._receive(keeper_link.REGROUP)
         if under_torchrun():
             die_with_parent(signal.SIGTERM)  # workers must not outlive a torchrun that dies
         threading.Thread(target=self._read_signals, name="interruption", daemon=True).start()
+
+    def _receive(self, number: signal.Signals) -> None:
+        def pass_on(number: int, _frame: object) -> None:  # if other code has set its own pipe, such as an event loop
+            if signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False) != self._wakeup:
+                os.write(self._wakeup, bytes([number]))
+
+        signal.signal(number, pass_on)
+        signal.siginterrupt(number, False)
 
     def rescue_with(self, rescue: Rescue) -> None:
         """Register what a thread calls before the process ends with :data:`STOPPED`."""
@@ -162,11 +170,6 @@ class Resident(Interruption):
     def begin_end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
         """Warn, and do not end."""
         log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)
-
-
-def _receive(number: signal.Signals) -> None:
-    signal.signal(number, lambda *_: None)
-    signal.siginterrupt(number, False)
 
 
 def _exit_now(code: int, last_line: str = "", output_timeout: float | None = None) -> NoReturn:

@@ -224,7 +224,8 @@ class Run:
         else:
             batches = loader(train_set, sampler, "train", config.num_workers, world.device)
         self.evaluator.prepare()
-        if self.evaluator.owed or (self._unevaluated and state.evaluation_is_due()):
+        owed = self.evaluator.owed or (self._unevaluated and state.evaluation_is_due())
+        if any(world.gather(owed)):  # copies in memory may differ in this: one of before the evaluation, one of after
             self._evaluate_and_save()
         # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError
         steps = self._steps(batches, sampler)

@@ -180,7 +180,7 @@ class Saver:
             staging = self._staging if reserved and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
             result = self._store_or_write(captured, in_place, local_rank, half_time)
-        except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
+        except (OSError, Torn, RuntimeError, MemoryError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)
             return f"not saved ({error})"
