@@ -28,11 +28,18 @@ class NonFinite(Ended, FloatingPointError):  # noqa: N818
 
 
 class Decision(NamedTuple):
-    """What becomes of a step."""
+    """What becomes of a step; an undone one is not counted, and ends the run.
 
-    nonfinite: Tensor  # nothing is applied
-    overflow: Tensor | None  # only float16's scale is too large
-    failed: Tensor  # nonfinite, and no overflow
+    a step that is             nonfinite  overflow  failed   counted  weights  then
+    finite                     -          -         -        yes      change
+    too large for float16      yes        yes       -        yes      stay     the scale is halved
+    not finite, skipped        yes        -         yes      yes      stay     `State.skipped`
+    not finite otherwise       yes        -         yes      undone   stay     `NonFinite`, in `State.settle`
+    """
+
+    nonfinite: Tensor
+    overflow: Tensor | None
+    failed: Tensor
     skip: Tensor | bool  # as `nonfinite`, but a bool if the host decides
 
 

@@ -156,7 +156,6 @@ class State:
         self.settle()
         # if the host must wait for a GPU, it does so here, before it takes the lock: a rescue would wait too
         norm, by_host = norm.to(self._devices[0]), self.task_state is not None
-        # skipped: counted, but nothing is applied; undone: not counted, and the run ends
         nonfinite, overflow, failed, skip = decide(norm, loss, self.scaler, self.optimizers, by_host)
         skip_on = {device: nonfinite.to(device) for device in self._devices}
         activity.enter(CHECKPOINT)  # the lock waits if a checkpoint is being copied
