@@ -128,35 +128,19 @@ class DistributedLoss:
 
         Pass each through the model and :meth:`backward` before taking the next, to the end: only then do all ranks add
         up, and every rank has the gradient of the global batch in ``.grad``.
+
+        The loop's body runs at the `yield`: what follows it runs when the loop asks for the next batch.
         """
-        self.state.clear_gradients()
-        self._has_gradient = False
-        self._loss.step = step.number
-        self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
-        counts = self._balance.counts if self._balance else ()
-        shares = self.plan.shares(step.number, self.world.world_size, counts)
-        self._side_effects.record(max(share.stop for share in shares))
-        self._arrivals.begin_step(step.micro_batches)
+        shares = self._begin_step(step)
         with self._explained():
-            activity.enter(DATA)
-            self.reduction.begin_step(shares)
-            if self._synced:
-                self._synced.select(sum(map(bool, shares)))
             batches = self._embedded(self._whole_batch, step, shares) if self._whole_batch else step.batches
-            # at the yield the loop of train.py runs forward and backward; the rest runs when it asks for the next batch
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 placed = self._begin_pass(micro_batch, batch, last := number == len(step.micro_batches))
                 with nullcontext() if last else self._no_reduction():
                     yield placed
                 self._finish_pass(micro_batch)
             self._finish_reduction(step)
-        for parameter in self._others:  # of networks that do not learn in this step
-            parameter.grad = None
-        if self.state.scaler:
-            self.state.scaler.unscale(self.state.parameters)
-        if self.state.buffers.numel or self.state.scaler or self.state.task_state:
-            self._sums.begin_total()  # while the norm is computed; not earlier: a backward pass may change buffers too
-        self._has_gradient = True
+        self._end_step()
 
     def __call__(self, batch: Any) -> Tensor:
         """The mean loss of a micro-batch, a scalar."""
@@ -225,6 +209,33 @@ class DistributedLoss:
         if config.reduce == "tree":
             return TreeReduction(self._network, self.world, self._unused, collectives)
         return AllReduce(self.world, config.reduce_dtype == "bf16")
+
+    def _begin_step(self, step: Step) -> tuple[range, ...]:
+        """Prepare for the micro-batches of a step; returns each rank's share."""
+        self.state.clear_gradients()
+        self._has_gradient = False
+        self._loss.step = step.number
+        self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
+        counts = self._balance.counts if self._balance else ()
+        shares = self.plan.shares(step.number, self.world.world_size, counts)
+        self._side_effects.record(max(share.stop for share in shares))
+        self._arrivals.begin_step(step.micro_batches)
+        with self._explained():
+            activity.enter(DATA)
+            self.reduction.begin_step(shares)
+            if self._synced:
+                self._synced.select(sum(map(bool, shares)))
+        return shares
+
+    def _end_step(self) -> None:
+        """Leave in ``.grad`` what :meth:`step` takes, and begin to add up what else it needs."""
+        for parameter in self._others:  # of networks that do not learn in this step
+            parameter.grad = None
+        if self.state.scaler:
+            self.state.scaler.unscale(self.state.parameters)
+        if self.state.buffers.numel or self.state.scaler or self.state.task_state:
+            self._sums.begin_total()  # while the norm is computed; not earlier: a backward pass may change buffers too
+        self._has_gradient = True
 
     def _begin_pass(self, micro_batch: MicroBatch, batch: Any, last: bool) -> Any:
         """Begin a pass of a micro-batch: seed its random numbers; returns its batch on the device."""
