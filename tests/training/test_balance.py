@@ -43,22 +43,22 @@ def changes(it: Balance, seconds: list[float], steps: int, noise: float, dice: r
     found = 0
     for _ in range(steps // EVERY):
         taken = [each * dice.gauss(1, noise) for each in seconds]
-        rows = [[0.0, t * n * EVERY, 0.0, n * EVERY, 0, EVERY] for t, n in zip(taken, it.counts, strict=True)]
+        rows = [[0.0, t * n * EVERY, 0.0, n * EVERY, 0, EVERY] for t, n in zip(taken, it.per_rank, strict=True)]
         it.take(rows)
-        before, it.counts = it.counts, it.wanted()
-        found += it.counts != before
+        before, it.per_rank = it.per_rank, it.wanted()
+        found += it.per_rank != before
     return found
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.2, 1.5, 1.67, 2.0, 3.0, 5.0])
 def test_they_follow_the_speed_once_and_noise_moves_nothing(ratio: float) -> None:
     it, dice = divided("auto"), random.Random(0)
-    assert it.counts == (4, 4)
+    assert it.per_rank == (4, 4)
     assert changes(it, [1.0, ratio], 2000, 0.05, dice) <= 2
     best = longest(apportioned(8, [1.0, ratio]), [1.0, ratio])  # type: ignore[list-item]
-    assert longest(it.counts, [1.0, ratio]) <= balance.GAIN * best  # type: ignore[list-item]
+    assert longest(it.per_rank, [1.0, ratio]) <= balance.GAIN * best  # type: ignore[list-item]
     assert changes(it, [1.0, 1.0], 2000, 0.05, dice) <= 2
-    assert it.counts == (4, 4) or ratio < 1.5, "a rank that recovers gets its share back"
+    assert it.per_rank == (4, 4) or ratio < 1.5, "a rank that recovers gets its share back"
 
 
 def test_the_control_without_hysteresis_noise_moves_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,13 +69,13 @@ def test_the_control_without_hysteresis_noise_moves_them(monkeypatch: pytest.Mon
 
 def test_typed_shares_hold_and_what_cannot_be_divided_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert divided("3:1").counts == (6, 2)
-        assert divided("equal", micro_batches=2).counts == (1, 1)
+        assert divided("3:1").per_rank == (6, 2)
+        assert divided("equal", micro_batches=2).per_rank == (1, 1)
     assert not caplog.messages
-    assert divided("3:1", ranks=3).counts == (3, 3, 2)
+    assert divided("3:1", ranks=3).per_rank == (3, 3, 2)
     assert "is for 2 processes, but there are 3" in caplog.messages[-1]
-    assert divided("3:1", micro_batches=2).counts == (1, 1)
+    assert divided("3:1", micro_batches=2).per_rank == (1, 1)
     assert "2 micro-batches for 2 processes" in caplog.messages[-1]
     assert "--micro-batches 4" in caplog.messages[-1]
-    assert divided("auto", micro_batches=2).counts == (1, 1)
+    assert divided("auto", micro_batches=2).per_rank == (1, 1)
     assert "--micro-batches 8" in caplog.messages[-1]

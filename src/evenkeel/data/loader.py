@@ -200,7 +200,7 @@ class Loader(DataLoader[Any]):
         sampler = self.batch_sampler.sampler
         assert sampler is not None
         stream, self._stream = self._stream, None
-        if stream is None or self._stream_at != (sampler.epoch, sampler.first_step, sampler.counts):
+        if stream is None or self._stream_at != (sampler.epoch, sampler.first_step, sampler.per_rank):
             stream = self.new_stream()
         return self._one_epoch(stream, sampler)
 
@@ -209,7 +209,7 @@ class Loader(DataLoader[Any]):
             for _ in sampler.micro_batches(step):
                 yield next(stream)
         # reached because `by_step` asks once more than there are micro-batches
-        self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.counts)
+        self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.per_rank)
 
     def new_stream(self) -> Any:
         """Iterate over the micro-batches from the sampler's position on; start the loader processes if none run."""

@@ -67,7 +67,7 @@ class Plan:
     max_steps: int = 0
     """Stop after this many steps in all; 0 means after the last epoch."""
     full_count: int = 0
-    """M, if a full step is cut into this many micro-batches whose counts differ by at most one; 0: cut by size."""
+    """M, if a full step is cut into this many micro-batches whose sizes differ by at most one; 0: cut by size."""
     left_out: int = 0
     """Positions at the end of each epoch that --drop-last drops; `samples` does not include them."""
     batches: TokenBatches | None = None
@@ -146,11 +146,11 @@ class Plan:
         return step // self.steps_per_epoch * self.samples + self._span(step)[0]
 
     def micro_batches(
-        self, step: int, rank: int = 0, world_size: int = 1, counts: tuple[int, ...] = (), how: Assignment = "share"
+        self, step: int, rank: int = 0, world_size: int = 1, per_rank: tuple[int, ...] = (), how: Assignment = "share"
     ) -> list[MicroBatch]:
-        """This rank's micro-batches of a global step, in order; none for an idle rank. `counts`: see :meth:`shares`."""
+        """This rank's micro-batches of a global step, in order; an idle rank has none. `per_rank`: see `shares`."""
         (first, end), count = self._span(step), self._count(step)
-        samples, largest, ids = end - first, self.micro_batch, assigned(count, rank, world_size, counts, how)
+        samples, largest, ids = end - first, self.micro_batch, assigned(count, rank, world_size, per_rank, how)
         if self.batches:
             bounds = self.batches.bounds(*self.locate(step))
             return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in ids]
@@ -159,12 +159,12 @@ class Plan:
             return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
         return [MicroBatch(step, i, first + i * largest, min(largest, samples - i * largest)) for i in ids]
 
-    def shares(self, step: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[range, ...]:
+    def shares(self, step: int, world_size: int, per_rank: tuple[int, ...] = ()) -> tuple[range, ...]:
         """The ids of the micro-batches of a global step, by rank; the same object for steps of the same size.
 
-        `counts`: how many of a full step's micro-batches each rank computes (--shares); empty: equally many.
+        `per_rank`: how many of a full step's micro-batches each rank computes (--shares); empty: equally many.
         """
-        return shares(self._count(step), world_size, counts)
+        return shares(self._count(step), world_size, per_rank)
 
     def _span(self, step: int) -> tuple[int, int]:
         """The first position of a step in its epoch, and the one after its last."""
@@ -200,17 +200,17 @@ def contiguous_part(total: int, index: int, parts: int) -> range:
 
 
 @lru_cache(maxsize=8)
-def shares(count: int, world_size: int, counts: tuple[int, ...] = ()) -> tuple[range, ...]:
-    """The shares of all ranks: with these counts, if they add up to ``count``; a shorter step is divided equally."""
-    if sum(counts) == count:
-        ends = [0, *accumulate(counts)]
+def shares(count: int, world_size: int, per_rank: tuple[int, ...] = ()) -> tuple[range, ...]:
+    """The shares of all ranks: with these sizes, if they add up to ``count``; a shorter step is divided equally."""
+    if sum(per_rank) == count:
+        ends = [0, *accumulate(per_rank)]
         return tuple(range(*ends[rank : rank + 2]) for rank in range(world_size))
     return tuple(contiguous_part(count, rank, world_size) for rank in range(world_size))
 
 
-def assigned(count: int, rank: int, world_size: int, counts: tuple[int, ...], how: Assignment) -> Sequence[int]:
+def assigned(count: int, rank: int, world_size: int, per_rank: tuple[int, ...], how: Assignment) -> Sequence[int]:
     """The ids of a rank's micro-batches, of ``count``."""
     if how == "share":
-        return shares(count, world_size, counts)[rank]
+        return shares(count, world_size, per_rank)[rank]
     mine = range(rank, count, world_size) if how == "dealt" else contiguous_part(count, rank, world_size)
     return mine if len(mine) == -(-count // world_size) else [*mine, 0]

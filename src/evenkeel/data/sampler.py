@@ -89,7 +89,7 @@ class ElasticSampler(DistributedSampler[Any]):
         self.samples, self.first_step = len(dataset), 0
         self.epochs = 0
         """Their number, where loader processes that read ahead stop; 0: no limit."""
-        self.counts: tuple[int, ...] = ()
+        self.per_rank: tuple[int, ...] = ()
         """The number of micro-batches of a full step that each rank computes; empty: equally many."""
         self.assignment: Assignment = "share"
 
@@ -134,7 +134,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global step."""
-        return self.plan.micro_batches(step, self.rank, self.num_replicas, self.counts, self.assignment)
+        return self.plan.micro_batches(step, self.rank, self.num_replicas, self.per_rank, self.assignment)
 
 
 class Step(NamedTuple):

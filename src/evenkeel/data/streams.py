@@ -201,10 +201,10 @@ class Numbered(Dataset[Any]):
             self._told.add(what)
             log.warning("%s", line)
 
-    def shared(self, plan: Plan, world_size: int, workers: int, counts: tuple[int, ...] = ()) -> str:
-        """A message if several processes read the same substream, with the remedy; else empty. `counts`: of
-        micro-batches of a full step, by rank."""
-        most = self._most_readers(plan, world_size, workers, counts)
+    def shared(self, plan: Plan, world_size: int, workers: int, per_rank: tuple[int, ...] = ()) -> str:
+        """A message if several processes read the same substream, with the remedy; else empty. `per_rank`: see
+        `Plan.shares`."""
+        most = self._most_readers(plan, world_size, workers, per_rank)
         if most == 1:
             return ""
         fitting = [n for n in range(1, workers) if self._most_readers(plan, world_size, n) == 1]
@@ -218,12 +218,12 @@ class Numbered(Dataset[Any]):
             remedy = f"with --num-workers {max(fitting)} only one does"
         return f"up to {most} processes read the same substreams, each of them all of it; {remedy}"
 
-    def _most_readers(self, plan: Plan, world_size: int, workers: int, counts: tuple[int, ...] = ()) -> int:
+    def _most_readers(self, plan: Plan, world_size: int, workers: int, per_rank: tuple[int, ...] = ()) -> int:
         """The maximum number of processes that read one substream; a `DataLoader`'s workers take turns."""
         readers = defaultdict[int, set[tuple[int, int]]](set)
         for rank in range(world_size):
             steps = range(min(plan.total_steps, STEPS))
-            mine = (micro for step in steps for micro in plan.micro_batches(step, rank, world_size, counts))
+            mine = (micro for step in steps for micro in plan.micro_batches(step, rank, world_size, per_rank))
             for number, micro in enumerate(mine):
                 stretches = range(micro.start // self.stretch, (micro.start + micro.size - 1) // self.stretch + 1)
                 for stretch in stretches:

@@ -49,7 +49,7 @@ class Exchange:
         self._like = like.new_empty(0)  # not `like` itself, which would never be freed
         self._shares: Sequence[range] = ()
         self._nodes: list[Node] = []
-        self._counts: list[int] = []
+        self._subtrees_of: list[int] = []
         ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
         self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         """How many of the n numbers each rank owns."""
@@ -59,12 +59,13 @@ class Exchange:
         mine = self.chunks[self.world.rank]
         if shares is not self._shares:  # nearly all steps pass the same; for a thousand ranks this takes milliseconds
             nodes = [list(subtrees(leaves)) for leaves in shares]
-            self._shares, self._counts = shares, [len(of_rank) for of_rank in nodes]
+            self._shares, self._subtrees_of = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
         received = self._memory.get("received", len(self._nodes) * mine, self._like)
         sent = sums[0] if len(sums) == 1 else self._interleaved(sums)
         sizes = [len(sums) * chunk for chunk in self.chunks]
-        return dist.all_to_all_single(received, sent, [count * mine for count in self._counts], sizes, async_op=True)
+        parts = [subtrees_of_rank * mine for subtrees_of_rank in self._subtrees_of]
+        return dist.all_to_all_single(received, sent, parts, sizes, async_op=True)
 
     def send_sums(self, out: Tensor) -> Any:
         """Fold the chunks that this rank got, and begin to send the total of its chunk to all. The total of all chunks

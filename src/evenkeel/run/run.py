@@ -247,7 +247,7 @@ class Run:
                 if refresh.epoch != loaded:
                     batches, loaded = self._refreshed(refresh, sampler), refresh.epoch
             sampler.set_epoch(epoch, first_step)
-            sampler.counts = self.step_log.balance.counts
+            sampler.per_rank = self.step_log.balance.per_rank
             for step in by_step(batches, sampler):
                 if self.asked_to_stop():
                     raise KeyboardInterrupt
@@ -255,7 +255,7 @@ class Run:
                 again = self.verification.repeats_step  # --verify-every: the step was not committed
                 if self.state.step != (step.number if again else step.number + 1):
                     raise wrong_step()
-                if again or self.state.is_over() or sampler.counts != self.step_log.balance.counts:
+                if again or self.state.is_over() or sampler.per_rank != self.step_log.balance.per_rank:
                     break
 
     def _refreshed(self, refresh: Refresh, sampler: ElasticSampler) -> DataLoader[Any]:

@@ -116,10 +116,10 @@ class StepLog:
             reason = f"the ranks now compute {text} micro-batches of each step"
             attempt.lead.directory.try_update(shares=text)
             attempt.say(f"step {step}: {reason}")
-            attempt.lead.tracker.event("shares", step, shares=list(self.balance.counts), reason=reason)
+            attempt.lead.tracker.event("shares", step, shares=list(self.balance.per_rank), reason=reason)
 
     def _shares_text(self) -> str:
-        return ":".join(map(str, self.balance.counts))
+        return ":".join(map(str, self.balance.per_rank))
 
     def _report_hints(self) -> None:
         """Log a hint when it is new in this run, and store the present ones in status.json."""

@@ -48,8 +48,8 @@ class Balance:
         self._auto = config.shares == "auto" and 1 < world.world_size < self._count
         self._sums = self._nothing()
         self._votes = 0
-        self.counts = first_counts(config, plan, world.world_size)
-        """By rank."""
+        self.per_rank = first_counts(config, plan, world.world_size)
+        """By rank, as for `Plan.shares`."""
         self._warn(config, shares_of(config))
 
     def _warn(self, config: Config, numbers: Sequence[int]) -> None:
@@ -79,22 +79,22 @@ class Balance:
         """Whether the shares change after this step. All ranks call this after each step and get the same answer."""
         if not self._auto or step % EVERY:
             return False
-        decided = torch.tensor(self.wanted() if self._world.rank == 0 else self.counts)
+        decided = torch.tensor(self.wanted() if self._world.rank == 0 else self.per_rank)
         dist.broadcast(decided, src=0)  # on the CPU
-        before, self.counts = self.counts, tuple(decided.tolist())
-        return self.counts != before
+        before, self.per_rank = self.per_rank, tuple(decided.tolist())
+        return self.per_rank != before
 
     def wanted(self) -> tuple[int, ...]:
-        """The counts from now on, on rank 0, by the measurements since the last call."""
+        """`per_rank` from now on, on rank 0, by the measurements since the last call."""
         measured = [(seconds / count, steps) for seconds, count, steps in self._sums if count]
         if len(measured) < len(self._sums) or min(steps for _, steps in measured) < EVERY / 4:
-            return self.counts
+            return self.per_rank
         each = [seconds for seconds, _ in measured]
         best = apportioned(self._count, each)
-        self._votes = self._votes + 1 if _longest(self.counts, each) >= GAIN * _longest(best, each) else 0
+        self._votes = self._votes + 1 if _longest(self.per_rank, each) >= GAIN * _longest(best, each) else 0
         self._sums = self._nothing()
         if self._votes < TIMES:
-            return self.counts
+            return self.per_rank
         self._votes = 0
         return best
 
@@ -116,9 +116,9 @@ def refuse_unequal(task: Task, config: Config) -> None:
         )
 
 
-def _longest(counts: Sequence[int], seconds: Sequence[float]) -> float:
+def _longest(per_rank: Sequence[int], seconds: Sequence[float]) -> float:
     """Seconds that the slowest rank needs for its share."""
-    return max(number * each for number, each in zip(counts, seconds, strict=True))
+    return max(number * each for number, each in zip(per_rank, seconds, strict=True))
 
 
 def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
@@ -134,12 +134,12 @@ def apportioned(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
     >>> apportioned(4, [1, 3]), apportioned(8, [1, 1, 1])
     ((3, 1), (3, 3, 2))
     """
-    counts = [1] * len(seconds)
+    per_rank = [1] * len(seconds)
     # when each rank would finish one more; among equals the one with fewer, then the first
     ends = [(2 * each, 1, rank) for rank, each in enumerate(seconds)]
     heapify(ends)
     for _ in range(count - len(seconds)):
         _, size, rank = ends[0]
-        counts[rank] = size + 1
+        per_rank[rank] = size + 1
         heapreplace(ends, ((size + 2) * seconds[rank], size + 1, rank))
-    return tuple(counts)
+    return tuple(per_rank)

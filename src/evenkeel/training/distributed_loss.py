@@ -216,8 +216,8 @@ class DistributedLoss:
         self._has_gradient = False
         self._loss.step = step.number
         self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
-        counts = self._balance.counts if self._balance else ()
-        shares = self.plan.shares(step.number, self.world.world_size, counts)
+        per_rank = self._balance.per_rank if self._balance else ()
+        shares = self.plan.shares(step.number, self.world.world_size, per_rank)
         self._side_effects.record(max(share.stop for share in shares))
         self._arrivals.begin_step(step.micro_batches)
         with self._explained():
