@@ -91,7 +91,7 @@ def _begin_momentum(optimizer: SGD) -> None:
 
 
 class Verdict:
-    """Tells the host whether the last step was skipped, without waiting for work queued after that step."""
+    """Tells the host later a boolean that the device has decided, without waiting for work queued after it."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -99,9 +99,9 @@ class Verdict:
         self._answer = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
-    def ask(self, skip: Tensor) -> None:
+    def ask(self, answer: Tensor) -> None:
         """Begin to copy a boolean scalar from the device."""
-        self._answer.copy_(skip, non_blocking=True)
+        self._answer.copy_(answer, non_blocking=True)
         if self._arrived:
             self._arrived.record(torch.cuda.current_stream(self._device))
 
@@ -114,6 +114,6 @@ class Verdict:
         """Wait for the answer and clear it: the next call returns False."""
         if self._arrived:
             self._arrived.synchronize()
-        skip = bool(self._answer)
+        answer = bool(self._answer)
         self._answer.fill_(False)
-        return skip
+        return answer
