@@ -177,7 +177,8 @@ class State:
                 self.average.update(self.step + 1, nonfinite)
             self.step += 1
         self._verdict.ask(failed)
-        # at once, if the answer is here: until then `queued` counts a step that the device may have undone
+        # undo it now if that is known (always on a CPU); else a later `settle` does, and a rescue meanwhile sees by
+        # `begun` and `done` which step is there
         if self._verdict.known or skip is True:
             self.settle()
         activity.step = self.step
