@@ -127,6 +127,9 @@ class TreeReduction(Reduction):
     With `unused`, micro-batches may leave parameters without a gradient. Missing gradients count as +0.0; a parameter
     that no micro-batch of a step uses has none afterwards. `collectives`: the loss calls its own, which another thread
     would call at the same time.
+
+    Memory: the last micro-batch's gradients are in DDP's bucket. `_add` adds into its right operand, and the last
+    subtree ends with the last micro-batch; so the last sum is in the bucket already, and only earlier ones are copied.
     """
 
     def __init__(self, model: nn.Module, world: World, unused: bool, collectives: bool = False) -> None:
@@ -206,7 +209,7 @@ class TreeReduction(Reduction):
         sums = [(node, [gradients[i] for i in places]) for node, gradients in self._so_far.sums]
         fold = self._with_last(_views(buffer, parameters), sums)
         if self.world.world_size == 1:
-            fold.root()  # in the bucket, see `_add`
+            fold.root()  # in the bucket
             future.set_result(buffer)
             return future
         key = bucket.index(), buffer.numel()
@@ -242,8 +245,7 @@ class TreeReduction(Reduction):
         return fold
 
     def _flat(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
-        """Lay out each of the sums in a flat tensor; the last one in `flat`. If that is a bucket it is there already,
-        because `_add` adds up in the memory of the last micro-batch's gradients."""
+        """Lay out each of the sums in a flat tensor; the last one in `flat`."""
         if not sums:
             return []
         found = [*(self._memory.get((key, depth), flat.numel(), flat) for depth in range(len(sums) - 1)), flat]
@@ -280,6 +282,6 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    """Add up in the memory of the right operand. So a sum with the last micro-batch's gradients is in their bucket."""
+    """Add up in the memory of the right operand."""
     torch._foreach_add_(right, left)
     return right
