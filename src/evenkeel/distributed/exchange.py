@@ -113,7 +113,12 @@ class Pipeline:
     are under way.
 
     The order of collectives must be the same on all ranks, whenever their buckets are ready; so it follows from the
-    buckets alone: chunks 0, chunks 1, sums 0, chunks 2, sums 1, ..., sums of the last.
+    buckets' numbers alone:
+
+        turn              1    2    3    4    ..
+        send chunks of    0    1    2    3
+        fold, send sums        0    1    2
+        give back                   0    1
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
