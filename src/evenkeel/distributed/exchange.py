@@ -51,40 +51,40 @@ class Exchange:
         self._nodes: list[Node] = []
         self._subtrees_of: list[int] = []
         ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
-        self.chunks = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        self.chunk_sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         """How many of the n numbers each rank owns."""
 
     def send_chunks(self, sums: Sequence[Tensor], shares: Sequence[range]) -> Any:
         """Begin to send each rank its chunk of this rank's partial `sums`, each of shape [n]; returns a handle."""
-        mine = self.chunks[self.world.rank]
+        my_size = self.chunk_sizes[self.world.rank]
         if shares is not self._shares:  # nearly all steps pass the same; for a thousand ranks this takes milliseconds
             nodes = [list(subtrees(leaves)) for leaves in shares]
             self._shares, self._subtrees_of = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
-        received = self._memory.get("received", len(self._nodes) * mine, self._like)
+        received = self._memory.get("received", len(self._nodes) * my_size, self._like)
         sent = sums[0] if len(sums) == 1 else self._interleaved(sums)
-        sizes = [len(sums) * chunk for chunk in self.chunks]
-        parts = [subtrees_of_rank * mine for subtrees_of_rank in self._subtrees_of]
-        return dist.all_to_all_single(received, sent, parts, sizes, async_op=True)
+        received_sizes = [number * my_size for number in self._subtrees_of]
+        sent_sizes = [len(sums) * size for size in self.chunk_sizes]
+        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, async_op=True)
 
     def send_sums(self, out: Tensor) -> Any:
         """Fold the chunks that this rank got, and begin to send the total of its chunk to all. The total of all chunks
         will be in `out`, [n]."""
-        mine, ranks = self.chunks[self.world.rank], self.world.world_size
-        sent = self._memory.get("sent", ranks * mine, self._like)
-        if mine:
+        my_size, ranks = self.chunk_sizes[self.world.rank], self.world.world_size
+        sent = self._memory.get("sent", ranks * my_size, self._like)
+        if my_size:
             fold = Fold[Tensor](lambda left, right: right.add_(left))
-            received = self._memory.get("received", len(self._nodes) * mine, self._like)
-            for node, row in zip(self._nodes, received.view(-1, mine), strict=True):
+            received = self._memory.get("received", len(self._nodes) * my_size, self._like)
+            for node, row in zip(self._nodes, received.view(-1, my_size), strict=True):
                 fold.push(node, row)
-            sent.view(ranks, mine).copy_(fold.root())
-        return dist.all_to_all_single(out, sent, self.chunks, [mine] * ranks, async_op=True)
+            sent.view(ranks, my_size).copy_(fold.root())
+        return dist.all_to_all_single(out, sent, self.chunk_sizes, [my_size] * ranks, async_op=True)
 
     def _interleaved(self, sums: Sequence[Tensor]) -> Tensor:
         """All sums' first chunks, then all second ones, and so on, as an all-to-all sends them."""
-        sent = self._memory.get("interleaved", len(sums) * sum(self.chunks), self._like)
+        sent = self._memory.get("interleaved", len(sums) * sum(self.chunk_sizes), self._like)
         if sums:
-            by_sum = [torch.split(each, self.chunks) for each in sums]
+            by_sum = [torch.split(each, self.chunk_sizes) for each in sums]
             torch.cat([chunk for of_rank in zip(*by_sum, strict=True) for chunk in of_rank], out=sent)
         return sent
 
@@ -113,7 +113,7 @@ class Pipeline:
     are under way.
 
     The order of collectives must be the same on all ranks, whenever their buckets are ready; so it follows from the
-    buckets' numbers alone:
+    buckets' numbers alone, turn by turn:
 
         turn              1    2    3    4    ..
         send chunks of    0    1    2    3
