@@ -113,13 +113,15 @@ class ElasticSampler(DistributedSampler[Any]):
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))
         while block := list(islice(mine, max(1, BLOCK // self.plan.micro_batch))):
             positions = [np.arange(each.start, each.start + each.size, dtype=np.uint64) for each in block]
-            samples = np.concatenate(positions)
-            if self.order:
-                samples = self.order.shuffled(samples, self.seed, self.epoch)
-            elif self.shuffle:
-                samples = shuffled(samples, self.samples, self.seed, self.epoch)
+            samples = self._samples_at(np.concatenate(positions))
             for each, end in zip(block, accumulate(each.size for each in block), strict=True):
                 yield Indices(samples[end - each.size : end], self.epoch, each)
+
+    def _samples_at(self, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The samples at some positions of the epoch's order, shape [n]."""
+        if self.order:
+            return self.order.shuffled(positions, self.seed, self.epoch)
+        return shuffled(positions, self.samples, self.seed, self.epoch) if self.shuffle else positions
 
     def __len__(self) -> int:
         if not (steps := self.steps()):
