@@ -107,7 +107,8 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        # look at the first step only: no other has more micro-batches, and a stream has too many steps
+        # look at the first step only, because a stream has too many: a rank that has none there has none in any, and
+        # with --shares each has at least one
         if not steps or not self.micro_batches(steps.start):
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))
