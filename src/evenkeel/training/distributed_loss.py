@@ -140,6 +140,7 @@ class DistributedLoss:
                     yield placed
                 self._finish_pass(micro_batch)
             self._finish_reduction(step)
+            self._check_gradients()
         self._end_step()
 
     def __call__(self, batch: Any) -> Tensor:
@@ -294,6 +295,9 @@ class DistributedLoss:
         if not step.micro_batches and self.reduction.hooked:
             self.module(None).backward()  # an idle rank's exact zero, see `Loss`
         self.reduction.end()
+
+    def _check_gradients(self) -> None:
+        """Check what the passes have left in ``.grad``, and in the first step agree on the parts of the loss."""
         self._side_effects.check()
         if not (self._unused or self._has_all()):
             with seen_at(self._loss.function):
