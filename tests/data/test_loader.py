@@ -412,7 +412,7 @@ def test_when_shares_change_what_was_loaded_ahead_is_not_used(change_at: int) ->
     batches, found, step = loader(Counting(), sampler, "train", 1, CPU), list[list[Any]](), 0
     while step < 6:
         sampler.set_epoch(*divmod(step, 2))
-        sampler.counts = (3, 1) if step >= change_at else ()
+        sampler.per_rank = (3, 1) if step >= change_at else ()
         for number, mine, theirs in by_step(batches, sampler):
             samples = [each.tolist() for each in theirs]
             assert len(samples) == len(mine) == (3 if number >= change_at else 2)
@@ -422,7 +422,7 @@ def test_when_shares_change_what_was_loaded_ahead_is_not_used(change_at: int) ->
                 break
     again = elastic(Job(samples=8, global_batch=4, micro_batch=1), 2, 0)
     again.set_epoch(2)
-    again.counts = (3, 1)
+    again.per_rank = (3, 1)
     assert found[4:] == [[list(each) for each in again][part] for part in (slice(3), slice(3, 6))]
 
 
