@@ -5,6 +5,7 @@
     start_checks.py   --mirror without a mirror, warnings before the first step, the disk that --keep-every needs
     data_check.py     all ranks, and all starts, read the same samples
     resume.py         the newest whole state of any node, on all ranks
+    resume_report.py  what rank 0 logs of it
     build.py          this process, the data, the model and the state before the first step
     step_log.py       the line of metrics of a step, and warnings beside it
     evaluator.py      evaluations of the present state

@@ -1,4 +1,4 @@
-"""How a run continues: the newest complete state of any node is loaded on all ranks, and reported."""
+"""How a run continues: the newest complete state of any node is loaded on all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from ..common import keeper_link
-from ..common.arguments import flag
 from ..common.display import near
 from ..common.errors import EndedForGood, Refusal
 from ..common.files import folder_locked
@@ -22,18 +20,13 @@ from ..common.phases import START_UP, activity
 from ..config import Config
 from ..distributed.world import World
 from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
-from ..training.checks import left_out
-from ..training.freezing import left_evaluating, unregistered
 from ..training.state import State
 from .checkpoint import WRITER_TIMEOUT, Checkpoints
-from .fingerprint import MICRO_BATCH, Differences, compare_bits, cut_in_words, describe, read_cut
+from .fingerprint import Differences, compare_bits
 from .manifest import Manifest, manifest_of
-from .records import TAIL, evaluation_in, read_records
-from .run_directory import RunDirectory
 from .saver import Saver
 from .sharded_saver import ShardedSaver
 from .state_files import DAMAGED
-from .tracking import Tracker
 from .weights import misfit
 
 log = logging.getLogger(__name__)
@@ -49,14 +42,16 @@ class Resume:
 
     Attributes:
         unevaluated: whether the state was saved without an evaluation of it.
+        other_bits: in what this attempt's bits may differ from those before.
+        other_best: a line if another metric decides now which checkpoint is best.
     """
 
     def __init__(self, config: Config, world: World, checkpoints: Checkpoints) -> None:
         assert config.run_dir is not None  # resolved
         self._config, self._world, self._checkpoints, self._path = config, world, checkpoints, config.run_dir
         self._provenance, self.unevaluated = checkpoints.provenance, False
-        self._other_bits: Differences = {}
-        self._other_best = ""
+        self.other_bits: Differences = {}
+        self.other_best = ""
 
     def load(self, state: State, saver: Saver) -> None:
         """Load the newest state into this one, if there is any.
@@ -80,7 +75,7 @@ class Resume:
         if manifest:
             self._restore(state, saved)
             self.unevaluated = not manifest.metrics
-            self._other_best = state.stopping.resume_from(manifest.best_by)
+            self.other_best = state.stopping.resume_from(manifest.best_by)
         else:
             self._check_may_begin(sharded=bool(state.sharding))
         self._provenance.best_by = state.stopping.best_by
@@ -135,9 +130,9 @@ class Resume:
         """Compare the bits as :func:`compare_bits`, and set what later manifests say: rank 0's fingerprint, and from
         which step they may differ."""
         present = self._world.gather(self._provenance.fingerprint)
-        self._other_bits = compare_bits(present, manifest, self._config.strict_bits)
+        self.other_bits = compare_bits(present, manifest, self._config.strict_bits)
         step, void_from = (manifest.step, manifest.bits_void_from) if manifest else (0, None)
-        if self._other_bits and void_from is None:
+        if self.other_bits and void_from is None:
             void_from = step
         self._provenance.fingerprint, self._provenance.bits_void_from = present[0], void_from
 
@@ -178,50 +173,3 @@ class Resume:
                 f"{self._path}: its state of step {saved['step']} does not fit this model and its optimizers ({what}); "
                 "restore the code that made it, name another --run-dir, or start over with --fresh"
             ) from error
-
-    def report(self, state: State, directory: RunDirectory, tracker: Tracker) -> None:
-        """Log on rank 0 from where the run continues, and start the tracker."""
-        self._report_model(state)
-        if keeper_link.has_keeper() and self._config.keeper_memory == "on":
-            _report_memory(state)
-        if state.step < (reached := directory.status.get("step", 0)):
-            log.warning("the run had reached step %d, but its newest checkpoint is of step %d", reached, state.step)
-        if self._other_best:
-            log.warning("%s, from step %d on: the best and --patience start anew", self._other_best, state.step)
-        records = list(read_records(self._path / "metrics.jsonl", tail=TAIL))
-        activity.redo_until = max((record["step"] for record in records), default=0)
-        tracker.start(state.step, evaluation_in(records, state.step))
-        self._report_bits(state.step, tracker)
-
-    def _report_model(self, state: State) -> None:
-        """Log where the model is and has its weights from, and warn of likely mistakes in it."""
-        if state.placed:
-            log.info("%s", state.placed)
-        likely = left_out(state.names, state.optimizers), left_evaluating(state.model), unregistered(state.model)
-        for line in filter(None, likely):
-            log.warning("%s", line)
-        if state.origin and state.step == 0:
-            # weights that stayed random are worth a warning
-            log.log(logging.WARNING if self._config.init_partial else logging.INFO, "%s", state.origin)
-
-    def _report_bits(self, step: int, tracker: Tracker) -> None:
-        others = self._other_bits
-        if MICRO_BATCH in others:
-            before, now = others[MICRO_BATCH]
-            log.warning(
-                "from step %d on a step is cut into %s, before into %s: each batch has the same samples, but dropout, "
-                "mixing, BatchNorm's groups and the last bits change; if that matters, add %s, the cut before",
-                step, cut_in_words(now), cut_in_words(before), flag("{} {}".format(*read_cut(before))),
-            )  # fmt: skip
-        if others:
-            # with the ring the bits also depend on the number of ranks, and are not promised
-            level = logging.WARNING if self._config.reduce == "tree" or "strategy" in others else logging.INFO
-            log.log(level, "from step %d on bit-for-bit equality is void: %s", step, describe(others))
-            tracker.event("bits", step, differences=others)
-
-
-def _report_memory(state: State) -> None:
-    size = sum(tensor.nbytes for tensor in state.tensors().values()) / 1e6
-    more = "" if state.step else " and the optimizers' state"
-    stores = "each rank stores its part of two steps of" if state.sharding else "if a rank dies, each other keeps"
-    log.info("%s %.1f MB%s in memory for the restart (--keeper-memory)", stores, size, more)

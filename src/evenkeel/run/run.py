@@ -53,6 +53,7 @@ from .ending import Ending
 from .evaluator import Evaluator
 from .records import recorded_options
 from .resume import Resume
+from .resume_report import report
 from .start_checks import disk_needed, end_if_models_differ
 from .step_log import StepLog
 from .verification import Verification
@@ -173,7 +174,7 @@ class Run:
         if self.attempt.lead:
             if self.config.keep_every:
                 self.attempt.say(f"evenkeel: {disk_needed(self.config, self.plan.total_steps, self.state)}")
-            resumed.report(self.state, *self.attempt.lead)
+            report(resumed, self.config, self.state, *self.attempt.lead)
 
     def _watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
