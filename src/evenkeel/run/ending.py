@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shlex
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -18,7 +17,6 @@ from ..common.display import near
 from ..common.errors import FAILED, Ended, Refusal, Unfit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory
-from ..common.naming import shown
 from ..common.phases import CHECKPOINT, activity
 from ..common.processes import ends_with_traceback
 from ..distributed.causes import cause_of, is_loss_of_a_rank
@@ -33,13 +31,12 @@ from . import crash_loop
 from .attempt import Attempt
 from .checkpoint import known_step
 from .checkpointer import Checkpointer
-from .manifest import read_manifest, step_of
-from .records import goodput, goodput_to_show, ledger, read_facts, read_records
+from .records import read_facts
 from .run_directory import RunDirectory, RunState, mark_failed
 from .saver import SAVED
-from .state_files import Damaged, dump
+from .state_files import dump
 from .step_log import StepLog
-from .tracking import Tracker
+from .summary import report_finished, summary_of
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +90,7 @@ class Ending:
             ) from error
         if self.watch:
             self.watch.end()  # the other ranks have left, and W&B may keep this one for long
-        self._report_finished(lead.tracker, metrics, spent, early_reason)
+        report_finished(attempt, lead.tracker, state.step, metrics, spent, early_reason)
 
     def _write_last(
         self, directory: RunDirectory, metrics: dict[str, float], early_reason: str, weights: dict[str, Tensor]
@@ -104,54 +101,13 @@ class Ending:
         directory.advance("running", state.step)
         activity.enter(CHECKPOINT, "model.pt", self._checkpointer.patience())
         write_atomically(path / "model.pt", lambda file: dump(weights, file))
-        summary = self._summary(directory, metrics) | {"weights_sha256": sha256(weights)}
+        summary = summary_of(self._attempt, directory, state.step, metrics) | {"weights_sha256": sha256(weights)}
         early = {"stopped_early": bool(early_reason)}
         summary |= early | ({"reason": early_reason} if early_reason else {})
         write_json(path / "summary.json", summary)
         # a run that stopped early has no more steps, whatever the plan says
         directory.advance("finished", state.step, total_steps=state.step, reason=early_reason, **early)
         return dict(summary["ledger"])
-
-    def _summary(self, directory: RunDirectory, metrics: dict[str, float]) -> dict[str, Any]:
-        now = {"kind": "summary", "time": time.time(), "spent": activity.spent()}
-        spent = ledger([*read_records(self._attempt.path / "metrics.jsonl"), now])
-        step, plan = self._state.step, self._attempt.plan
-        return {
-            "state": "finished",
-            "step": step,
-            "epoch": step / plan.steps_per_epoch,
-            "samples_seen": plan.samples_seen(step),
-            "metrics": metrics,
-            "restarts": directory.attempts - 1,
-            "restarts_in_place": directory.status.get("restarts_in_place", 0),
-            "world_sizes": directory.status["world_sizes"],
-            "bits_void_from": self._attempt.provenance.bits_void_from,
-            "seconds": directory.seconds,
-            "goodput": goodput(spent),
-            "ledger": spent,
-        }
-
-    def _report_finished(self, tracker: Tracker, metrics: dict[str, float], spent: dict[str, float], why: str) -> None:
-        tracker.event("finish", self._state.step)
-        dead = spent["dead"]
-        seconds = sum(spent.values()) - dead
-        share = goodput_to_show(spent["productive"] / max(seconds, 1e-9), seconds + dead, tracker.attempt)
-        took = f"{seconds:.1f} s" + ("" if share is None else f" ({100 * share:.0f} % of it training)")
-        if dead >= 1:
-            took += f", and was down for {dead:.0f} s more (no process, or a hang)"
-        took += f", {why}" if why else ""
-        result = f": {shown(metrics)}" if metrics else ""
-        self._attempt.say(f"evenkeel: finished in {took}{result}  -> {near(self._attempt.path) / 'model.pt'}")
-        tracker.send(self._state.step, self._best(metrics))
-        tracker.close()
-
-    def _best(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The evaluation of the best checkpoint, else the last one, for trackers."""
-        step, best = self._state.step, self._saver.checkpoints.best_path()
-        with contextlib.suppress(Damaged):
-            if best:
-                step, metrics = step_of(best), read_manifest(best).metrics
-        return {"best/step": step, **{f"best/{name}": value for name, value in metrics.items()}}
 
     def stopped(self, why: Callable[[], str]) -> None:
         """Save the last finished step after a stop signal, or to start again in place. Any thread may call it."""
