@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from evenkeel.common.errors import EndedHere
-from evenkeel.distributed import rendezvous
+from evenkeel.distributed import refusals, rendezvous
 from evenkeel.distributed.rendezvous import fresh_store, job_store
 from tests.support.processes import free_port, wait_until
 from tests.support.raised import refusal_of
@@ -201,7 +201,7 @@ def test_a_refusal_outlives_the_call_that_comes_at_the_same_moment(monkeypatch: 
     for name, value in (place | of_the_agent).items():
         monkeypatch.setenv(name, str(value))
     with ThreadPoolExecutor(1) as threads:
-        refusing = threads.submit(rendezvous.refuse_together, "no")
+        refusing = threads.submit(refusals.refuse_together, "no")
         wait_until(lambda: namespace.check(["call"]), "the refusal")
         namespace.set("call", "that of a rank 0 which saw no refusal just before")
         try:

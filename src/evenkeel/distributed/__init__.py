@@ -2,6 +2,7 @@
 
 - `world`: `World`, this process's rank and device from torchrun's environment; the process group; small collectives.
 - `rendezvous`: how restarted workers agree on a store namespace that no earlier attempt has used.
+- `refusals`: a node that refuses its input makes the others refuse as well.
 - `devices`: GPUs by torch's number and the machine's; refusals if GPUs are missing.
 - `exits`: from an exception to an exit code and one line on stderr.
 - `causes`: what an error means: a mistake in code, a machine's fault, or the loss of another rank.

@@ -122,7 +122,7 @@ def refuse(line: str) -> None:
     say(f"evenkeel: {line}", to_stderr=True)
     if agent := torchrun_agent():
         if nodes > 1 and not can_lose_a_node(agent):
-            from .rendezvous import refuse_together  # imports torch, which takes two seconds
+            from .refusals import refuse_together  # imports torch, which takes two seconds
 
             refuse_together(line)
         end_agent(agent)

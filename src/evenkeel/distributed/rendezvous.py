@@ -29,7 +29,6 @@ never two attempts mixed. Waiting is by polling, because a `Store.wait` that tim
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -37,15 +36,15 @@ from datetime import timedelta
 from typing import Any, cast
 from uuid import uuid4
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..common import keeper_link
-from ..common.errors import REFUSAL_TIMEOUT, EndedHere, Refusal
+from ..common.errors import EndedHere, Refusal
 from ..common.network import Waiting, why_unreachable
 from ..common.processes import under_torchrun
 
-_REFUSED = "refused by rank "
+REFUSED_BY = "refused by rank "
 """Prefix of the value that replaces a call if another node has refused the job's input."""
 
 DIED = "died"
@@ -99,36 +98,14 @@ def is_served(store: Store) -> bool:
     return not (isinstance(store, TCPStore) and why_unreachable(store.host, store.port, 0.0, ""))
 
 
-def refuse_together(text: str) -> None:
-    """Make the other nodes, which would wait for this one, refuse as well, and wait until they do.
-
-    One rank of each node calls it, under torchrun.
-    """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # rank 0's store may still come; an agent's that is not there is gone
-    limit = 0 if agent_hosts_store() else REFUSAL_TIMEOUT
-    with contextlib.suppress(EndedHere, DistError):
-        namespace = _namespace(job_store(rank, world_size, timedelta(seconds=REFUSAL_TIMEOUT), limit), world_size)
-        namespace.add("refused", 1)
-        deadline = time.monotonic() + REFUSAL_TIMEOUT
-        while time.monotonic() < deadline:
-            if not _refused(namespace):  # repeated in case a new call of rank 0 has overwritten it
-                namespace.set("call", f"{_REFUSED}{rank}: {text}")
-            if namespace.add("refused", 0) >= int(os.environ["GROUP_WORLD_SIZE"]):
-                break
-            time.sleep(0.02)
-    if os.environ["GROUP_RANK"] == "0":
-        time.sleep(0.1)  # the node that has the store leaves last
-
-
-def _namespace(store: Store, world_size: int) -> Store:
+def namespace_of(store: Store, world_size: int) -> Store:
     return PrefixStore(f"evenkeel/rendezvous/{world_size}", store)
 
 
-def _refused(namespace: Store) -> str:
+def refusal_in(namespace: Store) -> str:
     """Another node's refusal; empty if there is none."""
     call = namespace.get("call").decode() if namespace.check(["call"]) else ""
-    return call if call.startswith(_REFUSED) else ""
+    return call if call.startswith(REFUSED_BY) else ""
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -148,17 +125,17 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
 
     Raises:
         EndedHere: ranks did not answer in time. Rank 0 names them; the others can only name rank 0.
-        Refusal: another node has refused the job's input (:func:`refuse_together`).
+        Refusal: another node has refused the job's input (:func:`refusals.refuse_together`).
         RuntimeError: this worker's attempt is over: another rank 0 has called since, or its agent has died.
     """
-    namespace = _namespace(store, world_size)
+    namespace = namespace_of(store, world_size)
     nonce = _call(namespace, world_size, timeout) if rank == 0 else _answer(namespace, rank, world_size, timeout)
     return generation_store(store, world_size, nonce)
 
 
 def generation_store(store: Store, world_size: int, nonce: str) -> Store:
     """The part of a job's store for the ranks that met under this nonce."""
-    return PrefixStore(nonce, _namespace(store, world_size))
+    return PrefixStore(nonce, namespace_of(store, world_size))
 
 
 def _call(namespace: Store, world_size: int, timeout: timedelta) -> str:
@@ -168,7 +145,7 @@ def _call(namespace: Store, world_size: int, timeout: timedelta) -> str:
     for _ in _polls(world_size, timeout):
         waiting.say(lambda: _describe(namespace, here))  # noqa: B023  (it is called at once)
         if namespace.get("call").decode() != nonce:
-            if refused := _refused(namespace):
+            if refused := refusal_in(namespace):
                 raise Refusal(refused)
             raise RuntimeError("another rank 0 has called the ranks since: the attempt of this one is over")
         if not namespace.check(here):
@@ -197,7 +174,7 @@ def _describe(namespace: Store, here: list[str]) -> str:
 
 
 def _new_call(namespace: Store, world_size: int) -> tuple[str, list[str], float]:
-    if refused := _refused(namespace):
+    if refused := refusal_in(namespace):
         raise Refusal(refused)
     nonce = uuid4().hex
     keeper_link.send("generation", nonce)  # first: if this rank dies, its keeper must reach those who read it
@@ -214,7 +191,7 @@ def _answer(namespace: Store, rank: int, world_size: int, timeout: timedelta) ->
             waiting.say(lambda: what)  # noqa: B023
         # check for a new call first: a go under the old one would be from a dead rank 0
         if namespace.check(["call"]) and (call := namespace.get("call").decode()) != nonce:
-            if call.startswith(_REFUSED):
+            if call.startswith(REFUSED_BY):
                 raise Refusal(call)
             if namespace.check([f"{call}/{DIED}"]):
                 continue  # the ranks that answered it are leaving
