@@ -1,6 +1,7 @@
 """The newest checkpoint is damaged: the run says so, uses the one before, and ends with the same weights."""
 
 import os
+import re
 import shutil
 import signal
 import struct
@@ -15,7 +16,19 @@ from evenkeel.run.manifest import MANIFEST, load, step_folders, step_of
 from evenkeel.run.state_files import STATE, Damaged
 from tests.run.test_checkpoint import unfit
 from tests.support.components import has
-from tests.support.processes import TRAIN, Done, finish, fork, names_in, read, run, run_forked, wait_until
+from tests.support.processes import (
+    TRAIN,
+    Done,
+    checked,
+    finish,
+    fork,
+    names_in,
+    read,
+    run,
+    run_forked,
+    wait_beside,
+    wait_until,
+)
 from tests.support.small_runs import job, starts, wait_for_step, weights_of, weights_undisturbed
 
 OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause", 0.03]
@@ -62,6 +75,21 @@ def test_the_only_checkpoint_was_being_written_again_when_the_run_was_killed(cop
     train(copied)
     assert starts(copied)[-1] == step_of(newest)
     assert weights_of(copied) == undisturbed
+
+
+def test_a_replaced_checkpoint_without_its_name_ends_the_run(copied: Path) -> None:
+    """Its folder cannot be written. Without it the run would begin at an older step; a start looked for ever."""
+    folder = copied / "checkpoints"
+    newest = step_folders(folder)[-1]
+    old = newest.rename(newest.with_name(f".{newest.name}.old"))
+    folder.chmod(0o555)
+    command = [*bound_by_permissions(), sys.executable, str(TRAIN), *job(copied, *OPTIONS)]
+    done = run(command, expect=1)
+    assert f"Permission denied: '{old}' -> '{newest}'" in done.stderr.splitlines()[-1]
+    assert not list(folder.glob("damaged-*"))
+    folder.chmod(0o755)
+    train(copied)
+    assert starts(copied)[-1] == step_of(newest)
 
 
 def flip_a_bit_of_a_weight(file: Path) -> None:
@@ -185,6 +213,40 @@ def test_an_unreadable_newest_checkpoint_leaves_the_same_weights(copied: Path, u
     assert f"{named}: cannot be read: Permission denied" in done.stderr
     (aside / closed).chmod(0o755)
     assert {file.name for file in aside.iterdir()} == {STATE, MANIFEST}
+    assert starts(copied)[-1] == step_of(before)
+    assert weights_of(copied) == undisturbed
+
+
+@pytest.mark.parametrize("name", [MANIFEST, STATE])
+def test_a_disk_that_fails_for_a_moment_costs_no_step(copied: Path, undisturbed: str, name: str) -> None:
+    newest = step_folders(copied / "checkpoints")[-1]
+    whole, file = newest.parent / "whole", newest / name
+    file.rename(whole)
+    file.symlink_to("/proc/self/mem" if name == MANIFEST else file)  # EIO; for a file with a size ELOOP
+    process = fork(TRAIN, *job(copied, *OPTIONS))
+
+    def tried() -> bool:
+        return any(f"{file}: cannot" in log.read_text() for log in copied.glob("logs/*/rank-0.log"))
+
+    wait_beside(process, tried, "the error")
+    whole.replace(file)
+    done = checked(finish(process), 0)
+    assert re.search(f"{file}: cannot be read: (Input/output error|Too many .*); trying again in 0.5 s", done.stderr)
+    assert not list(newest.parent.glob("damaged-*"))
+    assert starts(copied)[-1] == step_of(newest)
+    assert weights_of(copied) == undisturbed
+
+
+def test_a_disk_that_fails_for_longer_costs_the_steps_of_a_checkpoint(copied: Path, undisturbed: str) -> None:
+    """A bad sector may not end the run."""
+    folder = copied / "checkpoints"
+    before, newest = step_folders(folder)[-2:]
+    named = newest / MANIFEST
+    named.unlink()
+    named.symlink_to("/proc/self/mem")
+    done = train(copied)
+    assert done.stderr.count("trying again in") == 3
+    assert f"{named}: cannot be read: Input/output error; set aside as" in done.stderr
     assert starts(copied)[-1] == step_of(before)
     assert weights_of(copied) == undisturbed
 

@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from ..common.files import sha256_of
 from ..common.naming import TEST, Kind, full_name, named
-from .state_files import Damaged, Want, WrittenFile, read_state, state_files
+from .state_files import Damaged, Want, WrittenFile, patiently, read_state, state_files
 
 MANIFEST = "manifest.json"
 
@@ -102,12 +103,9 @@ def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: 
     manifest = read_manifest(path)
     for name, written in list(manifest.files.items())[rank::ranks]:
         file = path / name
-        try:
-            if (size := file.stat().st_size) != written.bytes:
-                raise Damaged(f"{file}: has {size} bytes, should have {written.bytes} bytes")
-            digest = sha256_of(file, advance)
-        except OSError as error:
-            raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
+        if (size := patiently(Path.stat, file).st_size) != written.bytes:
+            raise Damaged(f"{file}: has {size} bytes, should have {written.bytes} bytes")
+        digest = patiently(partial(sha256_of, advance=advance), file)
         if digest != written.sha256:
             raise Damaged(f"{file}: sha256 is {digest}, the manifest says {written.sha256}")
     return manifest
@@ -121,14 +119,12 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        manifest = manifest_of(content := json.loads(file.read_text()))
+        manifest = manifest_of(content := json.loads(patiently(Path.read_text, file)))
         if content["step"] != step_of(path):
             raise ValueError(f"{manifest.kind} of step {content['step']}")
         # those of the state first, in the order of ranks; if one is missing, the manifest is damaged
         states = {name: manifest.files[name] for name in state_files(manifest.files)}
         return replace(manifest, files=states | manifest.files)
-    except OSError as error:
-        raise Damaged(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise Damaged(f"{file}: is not this checkpoint's manifest ({type(error).__name__}: {error})") from None
 

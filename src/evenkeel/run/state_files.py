@@ -14,18 +14,22 @@ torch is imported where it is used: listing checkpoints takes a tenth of a secon
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from ..common.files import HashingWriter, folder_locked, lock, unfinished
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STATE = "state.pt"
 
@@ -34,6 +38,16 @@ HIDDEN, REPLACED = ".step-*.tmp", ".step-*.old"
 
 DAMAGED, WRONG = "damaged-", "wrong-"
 """The names of checkpoints that were set aside begin with one: damaged, or of a state that --verify-every doubts."""
+
+
+READ_AGAIN = 0.5, 1.0, 2.0
+"""Seconds before each further attempt to read a file: a disk in a network may fail for a moment (EIO, ESTALE)."""
+
+LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors of reading that no further attempt mends."""
+
+OWN = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of reading that are this process's: out of memory, too many open files."""
 
 
 class Damaged(Exception):  # noqa: N818
@@ -61,6 +75,27 @@ def final_of(path: Path) -> Path:
 def file_of(rank: int, ranks: int) -> str:
     """The name of the file with a rank's rows."""
     return f"state-{rank}-of-{ranks}.pt"
+
+
+def patiently(read: Callable[[Path], T], file: Path) -> T:
+    """What `read` returns of a checkpoint's file, with further attempts if the disk fails.
+
+    Raises:
+        Damaged: it is missing, or fails for longer, as a bad sector does: then an older checkpoint is worth more than
+            a run that has ended, and nothing is deleted.
+    """
+    for seconds in (*READ_AGAIN, None):
+        try:
+            return read(file)
+        except OSError as error:
+            if error.errno in OWN:
+                raise
+            trouble = f"{file}: cannot be read: {error.strerror or error}"
+            if seconds is None or isinstance(error, LASTING):
+                raise Damaged(trouble) from None
+            log.warning("%s; trying again in %s s", trouble, seconds)
+            time.sleep(seconds)
+    raise AssertionError
 
 
 def state_files(names: Iterable[str]) -> list[str]:
@@ -127,8 +162,11 @@ def _read(file: Path, step: int, in_place: bool) -> dict[str, Any]:
     import torch
 
     in_place &= str(file).encode(errors="ignore").decode() == str(file)  # torch maps files with names in UTF-8 only
+    load = partial(torch.load, map_location="cpu", weights_only=True, mmap=in_place)
     try:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=in_place)
+        state: dict[str, Any] = patiently(load, file)
+    except Damaged:
+        raise
     except Exception as error:  # a file that is no archive, or no pickle, raises errors of any type
         from ..common.memory import is_out_of_memory
 
@@ -215,14 +253,18 @@ def replaced(folder: Path) -> dict[Path, Path]:
 
 
 def clean(folder: Path) -> None:
-    """Delete what a kill in the middle of a save has left in a folder of checkpoints, or finish it."""
+    """Delete what a kill in the middle of a save has left in a folder of checkpoints, or finish it. Raises OSError if a
+    checkpoint cannot get its name back: without it the run would go on from an older one, or from step 0."""
     if folder.exists():
         with folder_locked(folder) as locked:
             if locked:  # by nobody else: no process is writing, such as one that a keeper has left behind
                 clean_locked(folder)
             for old, final in replaced(folder).items():  # its writer may be frozen between two renames
-                with contextlib.suppress(OSError):  # of two renames only one succeeds; either is right
+                try:
                     old.replace(final)
+                except OSError:  # of two renames only one succeeds; either is right
+                    if old.exists() and not final.exists():
+                        raise
 
 
 def clean_locked(folder: Path, idle: float = 0.0) -> None:
