@@ -1,5 +1,6 @@
 """`python -m evenkeel checkpoint` as a user types it."""
 
+import math
 import os
 import re
 import shutil
@@ -77,6 +78,13 @@ def test_list_of_one_and_of_old_ones_and_of_broken_ones(run_dir: Path) -> None:
     assert broken.split()[:2] == ["10", "damaged"]
     assert broken.endswith(f"{MANIFEST}: cannot be read: No such file or directory")
     assert old.split()[:2] == ["210", "checkpoint"], "what it was is not known any more"
+
+
+@pytest.mark.parametrize("time", [1e20, -1e300, math.nan, math.inf])
+def test_list_and_inspect_of_a_time_that_no_run_has_written(run_dir: Path, time: float) -> None:
+    edit_manifest(run_dir / "checkpoints" / step(210), lambda manifest: manifest.update(time=time))
+    assert checkpoint("list", run_dir).stdout.splitlines()[4].split()[:3] == ["210", "snapshot", "?"]
+    assert ": snapshot of step 210, written ? on " in checkpoint("inspect", run_dir).stdout
 
 
 def test_inspect(run_dir: Path) -> None:

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 
 from ..common.display import aligned, say
 from ..common.errors import Ended, Refusal
-from ..common.files import write_atomically
+from ..common.files import MOST, write_atomically
 from ..common.naming import shown
 from ..config import Flag, MaybePath, option
 from ..run.checkpoint import Checkpoints
@@ -255,6 +255,8 @@ def _load(path: Path, want: Want) -> dict[str, Any]:
 
 
 def _when(manifest: Manifest) -> str:
+    if not 0 <= manifest.time <= MOST:  # NaN too: a damaged manifest, which says nothing of the state
+        return "?"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
 
 

@@ -193,8 +193,10 @@ def test_with_a_mirror_no_claim_is_needed(words: str, train: list[str], claim: s
     assert volumes["runs"] == ({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})
 
 
-@pytest.mark.parametrize("word", ["--init-from=runs/first", "--init_from runs/first"])
-def test_weights_are_looked_for_in_the_pod(word: str) -> None:
+@pytest.mark.parametrize("word", ["--init-from=runs/first", "--init_from runs/first", "--config big.toml"])
+def test_weights_are_looked_for_in_the_pod(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("big.toml").write_text('init_from = "runs/first"')
     train_args = [*RUN[1:], *word.split(), "--init-partial"]
     job = objects(job_of(*parse_arguments(Submit, ["--image", "tide", "--", *train_args])))[-1]
     assert container_of(job)["args"][-len(train_args) :] == train_args

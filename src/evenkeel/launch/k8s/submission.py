@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import PurePath
+from contextlib import suppress
+from pathlib import Path, PurePath
 
 from ...common.arguments import some_options
 from ...common.errors import Refusal
+from ...run.records import read_config
 from ..launchers import check_train_options, parse_arguments
 from ..limits import check_memory, parse_time
 from ..topology import CPU_PROCESSES, parse_nodes
@@ -48,9 +50,7 @@ def job_of(typed: Submit, train_args: Sequence[str]) -> Job:
     for word in (*train_args, typed.image):
         if re.search("[\ud800-\udfff]", word):  # bytes of the command line that are not UTF-8
             raise Refusal(f"{word.encode(errors='backslashreplace').decode()}: is not UTF-8, so no YAML can hold it")
-    weights, others = some_options(train_args, ("--init-from", "--init_from"))
-    # a path in the pod, which looks for it there: any file will do here
-    config = check_train_options([*others, f"--init-from={__file__}"] if weights.init_from else train_args)
+    config = check_train_options(_with_any_weights(train_args))
     assert config.run_dir is not None  # resolved
     below = PurePath("/app", config.run_dir)
     if ".." in below.parts or below.parts[:3] != ("/", "app", "runs") or len(below.parts) < 4:
@@ -60,6 +60,16 @@ def job_of(typed: Submit, train_args: Sequence[str]) -> Job:
         raise Refusal(f"--name {name}: give small letters, digits and '-', {LONGEST_NAME} at most, a letter first")
     processes = typed.gpus or (CPU_PROCESSES if typed.gpu_resource == "none" else 1)
     return Job(name, typed, train_args, config, parse_nodes(typed.nodes), processes, seconds, os.environ)
+
+
+def _with_any_weights(train_args: Sequence[str]) -> Sequence[str]:
+    """train.py's options with a file of this machine as --init-from, if it is given, in a file of --config perhaps: the
+    pod looks for it on the claim."""
+    weights, others = some_options(train_args, ("--init-from", "--init_from"))
+    file, _ = some_options(train_args, ("--config",))
+    with suppress(Refusal):  # `check_train_options` says what is wrong with that file
+        weights.init_from = weights.init_from or (file.config and read_config(Path(file.config)).get("init_from"))
+    return [*others, f"--init-from={__file__}"] if weights.init_from else train_args
 
 
 def _check(typed: Submit) -> None:
