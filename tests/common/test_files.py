@@ -11,6 +11,7 @@ from threading import Event
 
 import pytest
 
+from evenkeel.common import files
 from evenkeel.common.files import FROZEN, LOCK, append_line, folder_locked, lock, make_folder, make_unused, read_json
 
 FORK = multiprocessing.get_context("fork")
@@ -47,6 +48,22 @@ def test_who_waits_for_a_folder_waits_longer_if_its_holder_is_slow_and_not_froze
         assert locked != frozen
     holder.kill()
     holder.join()
+
+
+def test_who_waits_for_a_folder_says_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "SILENT", 0.5)
+    monkeypatch.setattr(files, "AGAIN", 0.5)
+    holder = FORK.Process(target=hold, args=(tmp_path, begun := FORK.Event(), 4))
+    holder.start()
+    begun.wait()
+    with folder_locked(tmp_path, time.monotonic() + 60):
+        pass
+    holder.join()
+    line = f"waiting for the lock of {tmp_path / LOCK}, which process {holder.pid} of this machine has"
+    assert len(caplog.messages) > 1
+    assert {*caplog.messages} == {line}
 
 
 @pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])

@@ -7,8 +7,10 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
+
+log = logging.getLogger(__name__)
 
 MOST = 1e11
 """The largest number that a run writes: a time in the year 5138, a duration of 3,000 years."""
@@ -25,6 +29,9 @@ LOCK = ".lock"
 
 TOUCH, FROZEN = 0.5, 2.0
 """Seconds between two touches of that file by the process that has locked it; without one it counts as frozen."""
+
+SILENT, AGAIN = 15.0, 60.0
+"""Seconds before a process says that it waits for that lock, and between two such lines."""
 
 
 def unfinished(path: Path) -> Path:
@@ -186,16 +193,19 @@ def unlock(file: IO[Any] | int) -> None:
 def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> Iterator[bool]:
     """Lock a folder, by the file `LOCK` in it, to the end of the block, as :func:`lock`; yields whether it is locked.
 
-    The holder touches that file. While it does, others wait beyond ``until``: two who write to a slow disk at once
-    take twice as long.
+    The holder touches that file. While it does, others wait beyond ``until``, and say so: two who write to a slow disk
+    at once take twice as long.
     """
-    descriptor, released = _open_lock(folder), threading.Event()
+    descriptor, released, say_at = _open_lock(folder), threading.Event(), time.monotonic() + SILENT
     try:
         before, seen, locked = _touched(folder, descriptor), -math.inf, lock(descriptor, kind=kind)
         while not locked and (time.monotonic() < until or time.monotonic() - seen < FROZEN):
             locked = lock(descriptor, time.monotonic() + 0.1, kind)
             if (now := _touched(folder, descriptor)) != before:
                 before, seen = now, time.monotonic()
+            if not locked and time.monotonic() > say_at:
+                log.warning("waiting for the lock of %s, which %s has", folder / LOCK, _holder(descriptor))
+                say_at += AGAIN
         if locked:
             own = os.dup(descriptor)
             try:
@@ -216,6 +226,15 @@ def _open_lock(folder: Path) -> int:
         return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:  # this process may only read there, or the disk is full: a lock among those of this host
         return os.open(folder, os.O_RDONLY)
+
+
+def _holder(descriptor: int) -> str:
+    """Who has locked an open file, in words. The kernel lists the processes of this machine only."""
+    with contextlib.suppress(OSError):
+        place = f"[0-9a-f]+:[0-9a-f]+:{os.fstat(descriptor).st_ino}"
+        if pids := re.findall(rf"FLOCK .* ([1-9]\d*) {place} ", Path("/proc/locks").read_text()):
+            return f"process {', '.join(pids)} of this machine"
+    return "a process of another machine or container"
 
 
 def _touch(descriptor: int, released: threading.Event) -> None:
