@@ -230,6 +230,25 @@ def test_numbers_that_a_loss_changes_are_named_once(caplog: pytest.LogCaptureFix
     assert second.startswith("loss() changes model.lost [2]: no checkpoint has that, and each rank has its own")
 
 
+def test_numbers_of_a_class_and_in_its_lists_and_dicts_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Annealed:
+        passes, seen, counts, table = 0, [0, 0], {"samples": 0, "kept": 1}, [*range(1000)]
+
+        def loss(self, model: Any, batch: Any) -> Any:
+            Annealed.passes += 1
+            self.seen[1] += 1
+            self.counts["samples"] += len(batch)
+            self.counts["new"] = 1  # not there before, as in a cache
+            self.table[0] += 1
+            return model(batch).mean()
+
+    plan = Plan(2, global_batch=2, micro_batch=2, epochs=1)
+    learner = DistributedLoss(Annealed().loss, State(nn.Linear(2, 1), []), ALONE, plan)
+    passes(learner, 0, plan.micro_batches(0), [torch.ones(2, 2)])
+    (line,) = (record.message for record in caplog.records)
+    assert line.startswith("loss() changes self.passes, self.seen[1], self.counts['samples']: no checkpoint has that")
+
+
 @pytest.mark.parametrize("saved", [(), ("weight",), ("queue",)])
 def test_what_after_step_changes_and_does_not_save_is_named_once(
     saved: tuple[str, ...], caplog: pytest.LogCaptureFixture

@@ -34,6 +34,9 @@ REMEDY = (
     "often on each rank, and show() on one rank only; fix the task and start over with --fresh"
 )
 
+MOST_ITEMS = 100
+"""Of a list or dict in which changed numbers are looked for; longer ones are tables of data."""
+
 
 class TaskState:
     """The state of a task that defines `state_dict`, `load_state_dict` or `after_step`.
@@ -185,8 +188,11 @@ def load_task_state(own: TaskState | None, saved: Mapping[str, Any] | None) -> N
 
 
 def numbers_of(owner: Any) -> Iterator[tuple[str, float]]:
-    """The numbers among an object's attributes, by name."""
-    for name, value in getattr(owner, "__dict__", {}).items():
+    """The numbers among an object's attributes and those of its class, by name; also in short lists and dicts."""
+    for name, value in {**vars(type(owner)), **getattr(owner, "__dict__", {})}.items():
+        if isinstance(value, (list, dict)) and len(value) <= MOST_ITEMS:
+            items = dict(value if isinstance(value, dict) else enumerate(value)).items()
+            yield from ((f"{name}[{key!r}]", it) for key, it in items if type(it) in (int, float))
         if isinstance(value, Tensor) and value.numel() == 1 and is_readable(value):
             value = value.item()
         if type(value) in (int, float):
