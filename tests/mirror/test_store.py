@@ -20,6 +20,7 @@ from evenkeel.mirror import lease
 from evenkeel.mirror.copying import DONE, FINISHED, Copier
 from evenkeel.mirror.lease import NAME, Lease
 from evenkeel.mirror.store import Store
+from evenkeel.resilience.heartbeat import VARIABLE, check
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.manifest import MANIFEST, Provenance, load, step_folders, step_of
 from evenkeel.run.sharded_checkpoint import await_writers
@@ -279,6 +280,35 @@ def test_of_two_nodes_with_one_disk_one_fetches(port: int, store: Store, tmp_pat
     assert {path.name for path in folder.iterdir()} == {".lock", "step-00000002"}
     store.fetch(2, folder)  # as if the lock had been no use
     assert load(folder / "step-00000002")["step"] == 2
+
+
+def test_a_fetch_is_a_sign_of_life_as_long_as_files_grow(port: int, store: Store, tmp_path: Path) -> None:
+    """Also on a node that waits while another fetches into the same folder."""
+    two(store, tmp_path)
+    (proxy := s3.Proxy(port)).held = b"/state.pt."
+    beats = [tmp_path / f"beats-{node}" for node in range(2)]
+
+    def alive() -> list[bool]:
+        return [check(folder)[0] for folder in beats]
+
+    def age() -> None:
+        for folder in beats:
+            folder.mkdir(exist_ok=True)
+            os.utime(folder, (0.0, 0.0))
+
+    age()
+    assert alive() == [False, False]
+    given: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    env, command = os.environ | s3.variables(proxy.port), copying(tmp_path / "run", url=store.url)
+    nodes = [subprocess.Popen(command, env=env | {VARIABLE: str(folder)}, **given) for folder in beats]
+    wait_until(lambda: all(alive()) and proxy.stopped.is_set(), "signs of life", 60)
+    time.sleep(1)
+    age()
+    time.sleep(1)
+    assert alive() == [False, False], "it hangs"
+    proxy.held = b""
+    for node in nodes:
+        node.communicate(DONE, 60)
 
 
 @pytest.mark.parametrize(("grace", "pause"), [(60, 0), pytest.param(20, 2, marks=pytest.mark.slow)])

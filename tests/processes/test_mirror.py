@@ -14,10 +14,12 @@ import fsspec
 import pytest
 
 from evenkeel.mirror.attach import TRIES
+from evenkeel.resilience import heartbeat
 from tests.support import needs, s3
 from tests.support.processes import (
     ROOT,
     TRAIN,
+    Variables,
     evenkeel,
     finish,
     free_port,
@@ -34,6 +36,7 @@ from tests.support.small_runs import (
     kill_workers_and_agent,
     options,
     starts,
+    steps_of,
     told_step,
     trained,
     weights_of,
@@ -54,9 +57,11 @@ def words(run_dir: Path, url: str, *more: object, pause: float = 0.3) -> list[st
     return job(run_dir, *shape, *(["--mirror", url] if url else []), *more)
 
 
-def launched(proxy: s3.Proxy | int, *options: object, nodes: str = "-g 1") -> subprocess.Popen[str]:
+def launched(
+    proxy: s3.Proxy | int, *options: object, nodes: str = "-g 1", more: Variables | None = None
+) -> subprocess.Popen[str]:
     where = proxy if isinstance(proxy, int) else proxy.port
-    env = s3.variables(where) | {"EVENKEEL_LAUNCH": "the-same-job"}
+    env = s3.variables(where) | {"EVENKEEL_LAUNCH": "the-same-job"} | dict(more or {})
     return start([sys.executable, ROOT / "launch" / "multi_node.py", *nodes.split(), "--", *options], env=env)
 
 
@@ -195,6 +200,37 @@ def test_three_nodes_lose_two_of_their_disks(port: int, tmp_path: Path, undistur
     assert f"fetched step {whole}\n" in ends[0].stderr + ends[1].stderr
     results = [disk for disk in disks if (disk / "summary.json").exists()]
     assert [weights_of(disk) for disk in results] == [undisturbed]
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_nodes_fetch_at_the_same_time_and_wait_for_each_other(
+    later: int, port: int, tmp_path: Path, undisturbed: str
+) -> None:
+    """For longer than --join-timeout, in which one of them is later than the other by more than that."""
+    url, before, proxies = s3.new_url(), tmp_path / "before", [s3.Proxy(port) for _ in range(2)]
+    process = launched(port, *words(before, url))
+    wait_beside(process, lambda: steps_in(port, url), "a checkpoint there")
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    beats = [tmp_path / f"beats-{node}" for node in range(2)]
+    shape, nodes = f"-n 2 -g 1 --master 127.0.0.1:{free_port()} --join-timeout 1", []
+    for node, (proxy, folder) in enumerate(zip(proxies, beats, strict=True)):
+        proxy.held = b"/state.pt."
+        folder.mkdir()
+        options, more = words(tmp_path / str(node), url, pause=0), {heartbeat.VARIABLE: str(folder)}
+        nodes.append(launched(proxy, *options, nodes=f"{shape} -nr {node}", more=more))
+    for node, proxy in zip(nodes, proxies, strict=True):
+        wait_beside(node, proxy.stopped.is_set, "a fetch at the same time")
+    time.sleep(12)
+    proxies[1 - later].held = b""
+    ahead = beats[1 - later]
+    wait_beside(nodes[1 - later], lambda: ahead.stat().st_mtime > time.time() + 5, "a wait for the other node")
+    time.sleep(5)
+    proxies[later].held = b""
+    ends = [finish(node) for node in nodes]
+    assert [end.returncode for end in ends] == [0, 0], "\n".join(end.stderr for end in ends)
+    assert all(f"fetched step {steps_of(before)[-1]}\n" in end.stderr for end in ends)
+    assert [weights_of(disk) for disk in tmp_path.glob("[01]") if (disk / "summary.json").exists()] == [undisturbed]
 
 
 @needs.sharding

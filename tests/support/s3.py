@@ -27,11 +27,12 @@ SECRET = "a-secret-of-nobody"
 
 class Proxy:
     """Passes connections on to a server; `away` refuses them, `limit` stops one after so many bytes of a body, 1 KiB
-    takes `pause` seconds, and the next answer that has the bytes `spoilt` gets other ones in their place."""
+    takes `pause` seconds, the next answer that has the bytes `spoilt` gets other ones in their place, and a request
+    that has the bytes `held` waits as long as they are there."""
 
     def __init__(self, server: int) -> None:
         self.server, self.port, self.limit, self.stopped = server, free_port(), 0, threading.Event()
-        self.pause, self.spoilt = 0.0, b""
+        self.pause, self.spoilt, self.held = 0.0, b"", b""
         self._listener: socket.socket | None = None
         self._open = list[socket.socket]()
         self.back()
@@ -68,6 +69,9 @@ class Proxy:
                 if self.limit and seen > self.limit:
                     self.stopped.set()
                     threading.Event().wait()
+                while up and self.held and self.held in block:
+                    self.stopped.set()
+                    time.sleep(0.05)
                 time.sleep(self.pause if up else 0)
                 if self.spoilt and not up and self.spoilt in block:
                     block, self.spoilt = block.replace(self.spoilt, bytes(len(self.spoilt))), b""

@@ -14,12 +14,13 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -27,11 +28,13 @@ from typing import Any
 
 from ..common.arguments import some_options
 from ..common.errors import REFUSED, Refusal
-from ..common.network import Waiting
+from ..common.network import Unanswered, Waiting, meet
 from ..common.processes import AGENT_SIGNALS, FAILURE, REFUSAL, survives_the_terminal
 from ..distributed.attempt_files import said_first
+from ..resilience import heartbeat
 from ..resilience.interruption import STOPPED
 from ..run.records import read_config
+from .topology import JOIN_SECONDS, parse_master
 
 KILLED = 128 + signal.SIGKILL  # exit code after a kill by the kernel (out of memory) or together with the node
 
@@ -50,7 +53,7 @@ def main(arguments: list[str], lost: int = STOPPED, again: int = REFUSED) -> int
 
     typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     with _mirrored(typed) as mirror:
-        mirror.code = mirror.code or _run(arguments, typed, lost, again)
+        mirror.code = mirror.code or _run(arguments, typed, mirror.fetching, lost, again)
         mirror.finished = mirror.code == 0
         return int(mirror.code)
 
@@ -58,27 +61,58 @@ def main(arguments: list[str], lost: int = STOPPED, again: int = REFUSED) -> int
 def _mirrored(typed: Any) -> AbstractContextManager[Any]:
     """Where --mirror is given, the process that copies checkpoints (mirror/attach.py), unless that has been deleted."""
     words = [word.replace("$$", "$") for word in typed.training_script_args]  # as torchrun's templates do
-    with contextlib.suppress(ModuleNotFoundError, Refusal):  # a refusal is for the ranks to print
-        early, _ = some_options(words, ("--mirror",), ("--config",))
-        if early.mirror or (early.config and read_config(Path(early.config)).get("mirror")):
+    with contextlib.suppress(ModuleNotFoundError):
+        if mirror_in(words):
             attach = importlib.import_module("..mirror.attach", __package__)
-            hosts = dict(word.split("=", 1) for word in typed.rdzv_conf.split(",") if "=" in word).get("is_host")
+            hosts = _meeting(typed).get("is_host")
             first = hosts != "0" if hosts else typed.node_rank == 0
             return attach.mirrored(words, first, alone=typed.nnodes == "1")  # type: ignore[no-any-return]
-    return contextlib.nullcontext(SimpleNamespace(code=0))
+    return contextlib.nullcontext(SimpleNamespace(code=0, fetching=None))
 
 
-def _run(arguments: list[str], typed: Any, lost: int, again: int) -> int:
+def mirror_in(words: Sequence[str]) -> bool:
+    """Whether options of train.py have --mirror, also in the file of --config: this node then fetches first."""
+    with contextlib.suppress(Refusal):  # it is for the ranks to print
+        early, _ = some_options(words, ("--mirror",), ("--config",))
+        return bool(early.mirror or (early.config and read_config(Path(early.config)).get("mirror")))
+    return False
+
+
+def _meeting(typed: Any) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in typed.rdzv_conf.split(",") if "=" in word)
+
+
+def _met(arguments: list[str], typed: Any, fetching: float) -> list[str]:
+    """On other nodes wait for node 0, which has fetched at the same time; return torchrun's arguments with the same
+    patience: --join-timeout, and as long as this node was `fetching`, in seconds.
+
+    With less, two nodes that give up and are started again at different times might miss each other for ever: each
+    would fetch while the other waits.
+    """
+    meeting = _meeting(typed)
+    join = meeting.get("join_timeout", str(JOIN_SECONDS))
+    patience = int(join) + math.ceil(fetching)
+    heartbeat.renew(fetching)
+    if meeting.get("is_host") == "0":
+        meet(*parse_master(typed.rdzv_endpoint), is_master=False, patience=patience)
+        heartbeat.renew(fetching)
+    longer = typed.rdzv_conf.replace(f"join_timeout={join}", f"join_timeout={patience}")
+    return [longer if word == typed.rdzv_conf else word for word in arguments]
+
+
+def _run(arguments: list[str], typed: Any, fetching: float | None, lost: int, again: int) -> int:
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api as rendezvous
 
     gone = (rendezvous.RendezvousConnectionError, rendezvous.RendezvousTimeoutError, rendezvous.RendezvousClosedError)
-    if typed.nnodes != "1":
-        what = f"waiting for other nodes, --nnodes {typed.nnodes}, at {typed.rdzv_endpoint or typed.master_addr}"
-        threading.Thread(target=_report_waiting, args=(what,), name="waiting", daemon=True).start()
     try:
+        if fetching is not None:
+            arguments = _met(arguments, typed, fetching)
+        if typed.nnodes != "1":
+            what = f"waiting for other nodes, --nnodes {typed.nnodes}, at {typed.rdzv_endpoint or typed.master_addr}"
+            threading.Thread(target=_report_waiting, args=(what,), name="waiting", daemon=True).start()
         run.main(arguments)
     except ChildFailedError as error:
         (line, *_) = [*causes(error.failures.values()), str(error)]
@@ -86,7 +120,7 @@ def _run(arguments: list[str], typed: Any, lost: int, again: int) -> int:
         return verdict([failure.exitcode for failure in error.failures.values()])
     except SignalException as ended:  # the workers got the signal, and time to save
         return {(REFUSAL.name,): REFUSED, (FAILURE.name,): again}.get(ended.args, STOPPED)
-    except (*gone, DistError) as error:  # torchrun has stopped the workers, which have saved
+    except (*gone, DistError, Unanswered) as error:  # torchrun has stopped the workers, which have saved
         late = isinstance(error, rendezvous.RendezvousTimeoutError)
         what = "too few nodes came in time (--join-timeout)" if late else "node 0 is lost, or too few nodes have come"
         reason = str(error).partition("\n")[0] or type(error).__name__

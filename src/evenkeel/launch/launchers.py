@@ -22,6 +22,7 @@ from ..common.network import Link, find_link, meet
 from ..common.processes import die_with_parent
 from ..config import OPTION_NAMES, Config, Flag, MaybePath, check_numbers, devices_per_rank, option
 from ..resilience.interruption import KEYBOARD
+from .agent import mirror_in
 from .topology import (
     CPU_PROCESSES,
     DEFAULT_PORT,
@@ -179,10 +180,11 @@ def link_of(topology: Topology) -> Link:
     return find_link(host, port, is_master=topology.node_rank == 0) if host else Link("127.0.0.1")
 
 
-def wait_for_master(topology: Topology) -> None:
-    """Wait until node 0 answers. On node 0: check that its port is free."""
-    if topology.master_host:
-        is_master, patience = topology.node_rank == 0, topology.join_seconds
+def wait_for_master(topology: Topology, fetches: bool) -> None:
+    """Wait until node 0 answers; where this node `fetches`, the agent does so later. On node 0: check that its port is
+    free."""
+    is_master, patience = topology.node_rank == 0, topology.join_seconds
+    if topology.master_host and (is_master or not fetches):
         meet(topology.master_host, topology.master_port, is_master=is_master, patience=patience)
 
 
@@ -195,6 +197,7 @@ class Start:
     link: Link
     command: Command
     config: Config | None  # train.py's options; None with --script
+    fetches: bool  # before it waits for the other nodes: with --mirror, but the doctor needs them first
 
 
 def prepare(argv: Sequence[str], train: Path) -> Start:
@@ -212,7 +215,8 @@ def prepare(argv: Sequence[str], train: Path) -> Start:
             raise
         print(f"evenkeel: {refusal}; the command below lacks this node's address", file=sys.stderr)
         link = Link("")
-    return Start(typed, topology, link, torchrun(topology, link, script, train_args), config)
+    fetches = mirror_in(train_args) and not typed.doctor
+    return Start(typed, topology, link, torchrun(topology, link, script, train_args), config, fetches)
 
 
 def doctor_says(command: Command, of_train: bool = True) -> int:
@@ -257,7 +261,7 @@ def main(argv: Sequence[str], train: Path) -> int:
         if start.typed.dry_run:
             print(start.command.explained())
             return 0
-        wait_for_master(start.topology)
+        wait_for_master(start.topology, start.fetches)
     except KeyboardInterrupt:  # most likely while it waits for node 0
         return KEYBOARD
     if start.typed.doctor and (code := doctor_says(start.command, start.config is not None)):

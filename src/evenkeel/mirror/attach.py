@@ -31,11 +31,11 @@ def mirrored(train_args: Sequence[str], first: bool, alone: bool) -> Iterator[Si
     """Copy checkpoints within the block; `first`: on node 0; `alone`: there is no other node. At its end wait for the
     process, for a limited time.
 
-    Yields `code`: 0, or the exit code with which this node ends before torchrun starts; the block sets `finished` if
-    the ranks have ended well. The process learns of signals as soon as Python does (`signal.set_wakeup_fd`), whatever
-    torchrun's handlers do with them.
+    Yields `code`: 0, or the exit code with which this node ends before torchrun starts, and `fetching`: for how many
+    seconds it has fetched; the block sets `finished` if the ranks have ended well. The process learns of signals as
+    soon as Python does (`signal.set_wakeup_fd`), whatever torchrun's handlers do with them.
     """
-    url, mirror = "", SimpleNamespace(code=0, finished=False)
+    url, mirror = "", SimpleNamespace(code=0, fetching=0.0, finished=False)
     with contextlib.suppress(Refusal):  # the ranks raise it again, where their script has other options too
         config, task = parse(train_args)
         url = "" if config.eval_only else config.mirror
@@ -46,7 +46,7 @@ def mirrored(train_args: Sequence[str], first: bool, alone: bool) -> Iterator[Si
     settings = {"url": url, "run_dir": folder, "first": first, "job": job, "harmless": sorted(task.harmless)}
     settings |= {name: getattr(config, name) for name in ("keep", "keep_best", "grace")}
     read, write = os.pipe()
-    process = _started(settings, read)
+    process, began = _started(settings, read), time.monotonic()
     assert process.stdout
     try:
         ready = process.stdout.readline()
@@ -57,6 +57,7 @@ def mirrored(train_args: Sequence[str], first: bool, alone: bool) -> Iterator[Si
         mirror.code = process.wait()  # it has printed why
         yield mirror
         return
+    mirror.fetching = time.monotonic() - began
     os.environ[MIRRORED] = folder
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)

@@ -28,6 +28,7 @@ from ..common.errors import REFUSED, Refusal
 from ..common.files import LOCK, folder_locked, lock, read_json, unfinished
 from ..common.processes import AGENT_SIGNALS
 from ..config import changed_options
+from ..resilience import heartbeat
 from ..resilience.interruption import STOPPED
 from ..run.checkpoint import Checkpoints
 from ..run.manifest import MANIFEST, Manifest, Provenance, read_manifest, step_of
@@ -72,6 +73,8 @@ class Copier:
 
     def begin(self) -> int:
         """Fetch the newest whole checkpoint if it is newer than the folder's. Returns 75 if it must be tried later."""
+        begun = threading.Event()
+        threading.Thread(target=self._live, args=(begun,), daemon=True).start()
         try:
             self._claim()
             if self._is_behind():
@@ -87,7 +90,20 @@ class Copier:
                 self._say(f"is away, and {self.run_dir} is empty; start again: {_shown(error)}")
                 return STOPPED
             self._say(f"is away: {_shown(error)}; the job starts, and copying is tried again")
+        finally:
+            begun.set()
         return 0
+
+    def _live(self, begun: threading.Event) -> None:
+        """Until the fetch is over: tell a container's health check that files grow, also if another node fetches them
+        into the same folder."""
+        before = dict[Path, int]()
+        while not begun.wait(POLL):
+            with contextlib.suppress(OSError):  # it is whole, and has another name
+                now = {path: path.stat().st_mtime_ns for path in self.checkpoints.folder.glob(".*/*/*")}
+                if now != before:
+                    heartbeat.renew()
+                before = now
 
     def _is_behind(self) -> bool:
         return max(self._there(), default=0) > self.checkpoints.newest_step()

@@ -59,7 +59,7 @@ def _launch(arguments: list[str]) -> int:
         return 0
     if start.topology.max_nodes > 1:
         hold_places(f"{topology.master_port} {topology.run_id}", start.link.address)
-    wait_for_master(start.topology)
+    wait_for_master(start.topology, start.fetches)
     if typed.doctor and (code := doctor_says(start.command, start.config is not None)):
         return code
     os.environ.update(start.command.env)

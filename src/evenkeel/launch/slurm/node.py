@@ -110,14 +110,14 @@ class _Share:
         cores = int(env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_ON_NODE") or "0")
         link = link_of(topology)
 
-        def meet(topology: Topology) -> Command:
-            wait_for_master(topology)
+        def meet(topology: Topology, fetches: bool = False) -> Command:
+            wait_for_master(topology, fetches)
             return torchrun(topology, link, node.script, node.train_args, cores=cores, log_dir=errors)
 
         # at another port, because the doctor's store on another node may live a moment longer than the doctor
         if node.doctor and (code := launchers.doctor_says(meet(replace(topology, master_port=port + 1)))):
             return code
-        self.command = meet(topology)
+        self.command = meet(topology, agent.mirror_in(node.train_args))
         return 0
 
     def run(self) -> int:
