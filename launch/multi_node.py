@@ -6,6 +6,9 @@ import sys
 from interpreter import REPOSITORY, need_evenkeel
 
 need_evenkeel()
+import evenkeel  # noqa: E402
+
+evenkeel.announce()  # the next imports take seconds
 from evenkeel.distributed.exits import exit_code  # noqa: E402
 from evenkeel.launch import launchers  # noqa: E402
 

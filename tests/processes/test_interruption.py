@@ -56,14 +56,24 @@ def test_ctrl_c_on_a_terminal_explains_the_traceback_that_torchrun_ends_with(tmp
         assert after.startswith(" (torchrun may print a traceback; that is not an error)\nTraceback (most recent")
     else:
         assert "raceback" not in after
+        assert "death signal" not in terminal.text  # torchrun's own line
 
 
-def test_ctrl_c_during_the_imports_is_a_line(tmp_path: Path) -> None:
-    process = start([sys.executable, TRAIN, *job(tmp_path / "run")])
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ([TRAIN], KEYBOARD),
+        (["launch/single_node.py", "-g", "1", "--"], KEYBOARD),
+        (["-m", "evenkeel.launch.agent", "--standalone", TRAIN], STOPPED),
+    ],
+    ids=["rank", "launcher", "agent"],
+)
+def test_ctrl_c_during_the_imports_is_a_line(tmp_path: Path, command: list[object], code: int) -> None:
+    process = start([sys.executable, *command, *job(tmp_path / "run")])
     maps = Path(f"/proc/{process.pid}/maps")
     processes.wait_until(lambda: "libtorch" in maps.read_text(), "the import of torch")
     process.send_signal(signal.SIGINT)
-    done = processes.checked(finish(process), KEYBOARD)
+    done = processes.checked(finish(process), code)
     line = "stopped by SIGINT while starting; the same command goes on from here"
     assert (done.stdout, done.stderr) == ("", f"evenkeel: {line}\n")
     assert not (tmp_path / "run").exists()

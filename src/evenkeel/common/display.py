@@ -120,13 +120,20 @@ def announce() -> None:
         print("starting: importing", end="\r", flush=True)
 
 
-def _stop_at_start(*_: object) -> None:
+def _stop_at_start(number: int, _frame: object) -> None:
     """End at once, because imports may swallow a KeyboardInterrupt. One rank of a node says so."""
-    line = b"evenkeel: stopped by SIGINT while starting; the same command goes on from here\n"
     try:
-        os.write(2, line if os.environ.get("LOCAL_RANK", "0") == "0" else b"")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            say_stopped_at_start(number)
     finally:
         os._exit(130)
+
+
+def say_stopped_at_start(number: int) -> None:
+    """For a handler of a stop signal: print that nothing has begun. A terminal that is gone gets nothing."""
+    name = signal.Signals(number).name
+    with contextlib.suppress(OSError):
+        os.write(2, f"evenkeel: stopped by {name} while starting; the same command goes on from here\n".encode())
 
 
 def start() -> None:

@@ -27,6 +27,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from ..common.arguments import some_options
+from ..common.display import say_stopped_at_start
 from ..common.errors import REFUSED, Refusal
 from ..common.network import Unanswered, Waiting, meet
 from ..common.processes import AGENT_SIGNALS, FAILURE, REFUSAL, survives_the_terminal
@@ -48,8 +49,10 @@ def main(arguments: list[str], lost: int = STOPPED, again: int = REFUSED) -> int
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import run
 
-    for name in ("api", "errors.error_handler"):
-        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    for name in ("multiprocessing.api", "multiprocessing.errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    # its only warnings are about stop signals
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
 
     typed: Any = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     with _mirrored(typed) as mirror:
@@ -119,7 +122,10 @@ def _run(arguments: list[str], typed: Any, fetching: float | None, lost: int, ag
         print(line, file=sys.stderr, flush=True)
         return verdict([failure.exitcode for failure in error.failures.values()])
     except SignalException as ended:  # the workers got the signal, and time to save
-        return {(REFUSAL.name,): REFUSED, (FAILURE.name,): again}.get(ended.args, STOPPED)
+        code = {(REFUSAL.name,): REFUSED, (FAILURE.name,): again}.get(ended.args, STOPPED)
+        if code == STOPPED and typed.nnodes != "1":  # rank 0 has said so, perhaps on another node
+            print(f"evenkeel: this node was stopped by {ended.sigval.name}", file=sys.stderr, flush=True)
+        return code
     except (*gone, DistError, Unanswered) as error:  # torchrun has stopped the workers, which have saved
         late = isinstance(error, rendezvous.RendezvousTimeoutError)
         what = "too few nodes came in time (--join-timeout)" if late else "node 0 is lost, or too few nodes have come"
@@ -147,6 +153,7 @@ def heed_signals() -> list[signal.Signals]:
         handler = signal.getsignal(signal.SIGTERM)
         if handler is not stop and callable(handler):
             handler(number, frame)
+        say_stopped_at_start(number)
         raise SystemExit(STOPPED)
 
     nohup = survives_the_terminal(os.getpid())
@@ -155,6 +162,7 @@ def heed_signals() -> list[signal.Signals]:
         signal.signal(number, stop)
     for number in (REFUSAL, FAILURE):
         signal.signal(number, _refuse)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a launcher blocks it before it becomes this program
     return signals
 
 

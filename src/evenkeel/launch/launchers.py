@@ -16,12 +16,12 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from ..common.arguments import flag, one_line_errors, refuse_empty, some_options
+from ..common.display import announce
 from ..common.errors import FAILED, REFUSED, Refusal
 from ..common.keyboard import CtrlC
 from ..common.network import Link, find_link, meet
 from ..common.processes import die_with_parent
 from ..config import OPTION_NAMES, Config, Flag, MaybePath, check_numbers, devices_per_rank, option
-from ..resilience.interruption import KEYBOARD
 from .agent import mirror_in
 from .topology import (
     CPU_PROCESSES,
@@ -256,14 +256,13 @@ def topology_in(arguments: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str], train: Path) -> int:
     """Check everything, then become torchrun; return only if there is nothing to run."""
-    try:
-        start = prepare(argv, train)
-        if start.typed.dry_run:
-            print(start.command.explained())
-            return 0
-        wait_for_master(start.topology, start.fetches)
-    except KeyboardInterrupt:  # most likely while it waits for node 0
-        return KEYBOARD
+    announce()
+    start = prepare(argv, train)
+    if start.typed.dry_run:
+        print(start.command.explained())
+        return 0
+    wait_for_master(start.topology, start.fetches)
     if start.typed.doctor and (code := doctor_says(start.command, start.config is not None)):
         return code
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the agent handles it (`agent.heed_signals`)
     return start.command.execute()
