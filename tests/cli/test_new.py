@@ -143,6 +143,7 @@ REFUSED = {
     "new tide --from git+https://host/evenkeel": "--from git+https://host/evenkeel: name the revision, as in git+https",
     "new tide --from git+ssh://git@host/evenkeel": "--from git+ssh://git@host/evenkeel: name the revision, as in git+",
     "new tide --from git+https://me:secret@host/x@v1": "--from: the address has a password, which would stand in files",
+    "new tide --from git+https://ghp_token@host/x@v1": "--from: the address has a password, which would stand in files",
     f"new tide --from {WHEEL}": f"--from {WHEEL}: no such file",
     "new tide --from no.whl": "--from no.whl: is not a wheel",
     "new tide --from other-1.0-py3-none-any.whl": "--from other-1.0-py3-none-any.whl: is not a wheel of evenkeel; tho",

@@ -47,7 +47,7 @@ def source_of(typed: str, scratch: Path) -> Source:
         host = typed.partition("://")[2].partition("/")[0]
         if not GIT.fullmatch(typed) or "@" not in typed.partition("://")[2][len(host) :]:
             raise Refusal(f"--from {typed}: name the revision, as in git+https://HOST/evenkeel@v0.1.0")
-        if ":" in host.partition("@")[0] and "@" in host:
+        if "@" in host and (":" in host.partition("@")[0] or not typed.startswith("git+ssh:")):  # a token has no colon
             raise Refusal("--from: the address has a password, which would stand in files; let git ask for it")
         # the pip that some Pythons bring takes no address without a host
         return Source(f"evenkeel @ {typed.replace('git+file:///', 'git+file://localhost/')}", "git")
