@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from evenkeel.cli.sweep import Setting, SweepCommand, _refuse_changes, name_of, read, table
+from evenkeel.cli.sweep import Setting, SweepCommand, _refuse_changes, _started, name_of, read, table
 from evenkeel.common.errors import Refusal
+from evenkeel.launch.topology import Command
 from tests.support.processes import TRAIN
 from tests.support.raised import refusal_of
 
@@ -58,6 +59,18 @@ def test_a_finished_run_has_the_options_of_the_file_however_it_has_settled_them(
     _refuse_changes(run, {"data_dir": "./pixels/", "micro_batch": "auto", "freeze": "body", "lr": 0.1})
     with pytest.raises(Refusal, match=r"has finished with --lr 0.1, and the file has 0.2; name another"):
         _refuse_changes(run, {"lr": 0.2})
+
+
+def test_the_log_of_a_run_has_no_secret_and_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "runs\udcff" / "lr=1"
+    options = ("--token=hunter2", "--lr=1", f"--run-dir={folder}")
+    assert _started(Command(("echo", "--", "train.py", *options), {}), folder).wait() == 0
+    log = folder.with_name("lr=1.out")
+    head, output = log.read_bytes().splitlines()
+    assert (log.stat().st_mode & 0o777, head[:19]) == (0o600, b"$ echo -- train.py ")
+    assert b"hunter2" not in head
+    assert head.endswith(b"/runs\xff/lr=1'")
+    assert output.startswith(b"-- train.py --token=hunter2"), "the control: it is the program's"
 
 
 def test_the_table_has_the_mean_and_the_deviation_of_a_sample(tmp_path: Path) -> None:

@@ -260,8 +260,11 @@ def _started(command: Command, run_dir: Path) -> subprocess.Popen[bytes]:
     """A run, in a session of its own: a terminal's Ctrl-C reaches it through us, once."""
     output = _output(run_dir)
     output.parent.mkdir(parents=True, exist_ok=True)
+    output.touch(0o600)
+    script = command.argv.index("--") + 1
+    shown = (*command.argv[: script + 1], command.argv[-1])  # among the other options may be a task's secrets
     with output.open("ab") as file:
-        file.write(f"$ {shlex.join(command.argv)}\n".encode())
+        file.write(f"$ {shlex.join(shown)}\n".encode(errors="surrogateescape"))
         file.flush()
         env = {**os.environ, **command.env}
         return start_in_session(command.argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env)
