@@ -162,6 +162,29 @@ def test_a_dry_run_prints_the_script_without_any_slurm(
         submission.main([*words, "--lr", "-1"], ROOT)
 
 
+SBATCH = """#!/bin/sh
+for it; do script=$it; done
+stat -c %a "${script%/*}" >"$FOUND"
+echo Submitted batch job 17
+"""
+
+
+def test_options_may_be_secret_also_while_sbatch_has_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {"sbatch": SBATCH, "srun": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FOUND", str(tmp_path / "found"))
+    (folder := tmp_path / "job").mkdir(mode=0o755)
+    node = submission.Node(Path("train.py"), ("--token", "hunter2"), 1, 3, 3, folder, False)
+    submission._submit(submission.submitit.SlurmExecutor(folder), [node])
+    assert (tmp_path / "found").read_text() == "700\n"
+    (pickled,) = (it for it in folder.iterdir() if b"hunter2" in it.read_bytes())
+    assert (pickled.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o755)
+
+
 def test_a_command_that_hangs_or_fails_is_one_line() -> None:
     with pytest.raises(SlurmError, match=r"sleep: no answer within 0.1 s; is Slurm's controller up\?"):
         slurm("sleep", "5", timeout=0.1)

@@ -279,6 +279,8 @@ def _executor(
 def _submit(executor: submitit.SlurmExecutor, nodes: list[Node]) -> list[submitit.Job[int]]:
     """Submit one job, or an array of several. If sbatch refuses, raise a Refusal with its message and leave nothing."""
     output = io.StringIO()  # submitit prints details that its error lacks
+    mode = executor.folder.stat().st_mode & 0o777
+    executor.folder.chmod(0o700)  # until the files below are closed: sbatch may take a while to answer
     try:
         with redirect_stderr(output), redirect_stdout(output):
             jobs: list[submitit.Job[int]] = executor.map_array(Node.__call__, nodes)
@@ -291,4 +293,5 @@ def _submit(executor: submitit.SlurmExecutor, nodes: list[Node]) -> list[submiti
         raise Refusal(f"Slurm refuses the job: {reason}") from None
     for path in executor.folder.glob("*submi*"):  # these hold the options of train.py and the lines of --setup
         close_to_others(path)
+    executor.folder.chmod(mode)
     return jobs
