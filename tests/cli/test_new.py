@@ -98,6 +98,10 @@ def test_first_thing_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["tide"]
 
 
+def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
+    assert f"  cd '{tmp_path}/my work/tide' && make train\n" in project.next_steps(tmp_path / "my work" / "tide", [])
+
+
 @needs.tools("make")
 def test_make_installs_again_for_another_requirement_and_not_for_another_task(folder: Path) -> None:
     """The control: with pyproject.toml itself as a prerequisite, as is usual, another task would do as well."""

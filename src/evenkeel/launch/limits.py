@@ -9,11 +9,11 @@ from ..common.errors import Refusal
 DAY = 24 * 60  # minutes
 
 
-def parse_time(text: str) -> int:
-    """Minutes of --time; a Refusal if it is malformed."""
+def parse_time(text: str, where: str = "--time ") -> int:
+    """Minutes of --time, or of another place; a Refusal if it is malformed."""
     minutes = minutes_of(text)
     if not 1 <= (minutes or 0) <= 366 * DAY:
-        raise Refusal(f"--time {text}: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d, a year at most")
+        raise Refusal(f"{where}{text}: give minutes, H:MM:SS or D-HH:MM:SS, or 90m, 12h, 2d, a year at most")
     return minutes or 0
 
 

@@ -158,8 +158,15 @@ def test_a_dry_run_prints_the_script_without_any_slurm(
     assert told.startswith(f"evenkeel: no Slurm on this machine: {why}")
     assert told.count("\n") == 1
     assert not run_dir.exists()
+    assert "wckey" not in script, "or it would replace the user's"
     with pytest.raises(Refusal, match=r"^--lr -1.0: must be at least 0"):
         submission.main([*words, "--lr", "-1"], ROOT)
+    monkeypatch.setenv("SBATCH_WCKEY", "mine")
+    submission.main(words, ROOT)
+    assert os.environ["SBATCH_WCKEY"] == "mine"
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "UNLIMITED")
+    with pytest.raises(Refusal, match=r"^SBATCH_TIMELIMIT=UNLIMITED: give minutes"):
+        submission.main(["--dry-run"], ROOT)
 
 
 SBATCH = """#!/bin/sh

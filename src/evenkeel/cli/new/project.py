@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -151,7 +152,8 @@ def write(answers: Answers, version: str, folder: Path, wheel: Path | None = Non
 def next_steps(folder: Path, written: Sequence[str]) -> str:
     """Where the project is, the commands to type, and the file to edit."""
     here = folder.resolve()
-    commands = f"  cd {here} && make train\n  make test\n  make lock   # keeps the versions that were installed\n"
+    then = "make test\n  make lock   # keeps the versions that were installed\n"
+    commands = f"  cd {shlex.quote(str(here))} && make train\n  {then}"
     return f"wrote {len(written)} files to {here}. Next:\n{commands}Your model goes into {here.name}/task.py."
 
 

@@ -94,8 +94,10 @@ def main(argv: Sequence[str], repository: Path) -> int:
     """Check everything, submit the job, and print how to watch it."""
     typed, train_args = parse_arguments(Submit, argv)
     _check(typed)
-    limit = (os.environ.get("SBATCH_TIMELIMIT") or None) if typed.time is None else typed.time
-    minutes, most = None if limit is None else parse_time(limit), parse_nodes(typed.nodes)[1]
+    limit, where = typed.time, "--time "
+    if limit is None:
+        limit, where = os.environ.get("SBATCH_TIMELIMIT") or None, "SBATCH_TIMELIMIT="
+    minutes, most = None if limit is None else parse_time(limit, where), parse_nodes(typed.nodes)[1]
     name = typed.partition or os.environ.get("SBATCH_PARTITION")
     partition = _partition(typed, name, most, minutes)
     minutes, gpus = minutes or partition.minutes or DAY, typed.gpus or partition.gpus or None
@@ -221,7 +223,7 @@ def _forget_other_jobs(typed: Submit) -> None:
     the script."""
     ours = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
     script = "PARTITION TIMELIMIT JOB_NAME OPEN_MODE OUTPUT ERROR REQUEUE NO_REQUEUE SIGNAL ARRAY_INX GPUS_PER_NODE "
-    said = {*(script + "EXPORT WCKEY").split(), *(["MEM_PER_NODE"] if typed.mem else [])}
+    said = {*(script + "EXPORT").split(), *(["MEM_PER_NODE"] if typed.mem else [])}
     said |= {name.upper() for name in ("account", "qos", "constraint", "exclude", "nodelist") if getattr(typed, name)}
     for name in list(os.environ):
         other = name.startswith(("SLURM_", "SUBMITIT_")) and name not in ours
@@ -268,6 +270,7 @@ def _executor(
             exclude=typed.exclude,
             nodelist=typed.nodelist,
             signal_delay_s=WARNING_SECONDS,
+            wckey=None,  # the user's (SBATCH_WCKEY), and not submitit's
             stderr_to_stdout=True,
             additional_parameters={"requeue": True} | ({"nodes": f"{least}-{most}"} if most > least else {}),
             srun_args=container,
