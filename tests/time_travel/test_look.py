@@ -1,6 +1,7 @@
 """What a replay looks for in a step, and shows of it."""
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.utils.data import Subset
 
 from evenkeel.common.errors import Refusal
 from evenkeel.data.dataset import Collated, InMemory, Limited
+from evenkeel.run.records import read_config
 from evenkeel.time_travel.command import ReplayCommand
 from evenkeel.time_travel.culprit import Culprit, Finder, watched_modules
 from evenkeel.time_travel.look import merged, row_of
@@ -19,6 +21,7 @@ from evenkeel.time_travel.names import source_of
 from evenkeel.time_travel.page import write_page
 from evenkeel.time_travel.replay import Replay
 from evenkeel.time_travel.save import save_sample
+from tests.support.processes import run
 
 
 def test_a_sample_of_a_part_of_the_data_is_named_whatever_collates_it() -> None:
@@ -144,3 +147,23 @@ def test_pictures_text_and_tensors(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "step-4-sample-37-bad.pt", weights_only=True).isnan().all()
     assert torch.load(tmp_path / "step-4-sample-37-label.pt", weights_only=True) == 8
     assert (tmp_path / "step-4-sample-37-text.txt").read_text() == "b"
+
+
+def test_files_are_utf_8_in_every_locale(tmp_path: Path) -> None:
+    """Of the options, of a replay's copy of them, of metrics, and of texts."""
+    (tmp_path / "config.toml").write_text('data_dir = "photos d\u2019\u00e9t\u00e9"\n', encoding="utf-8")
+    (tmp_path / "metrics.csv").write_text("step,d\u00e9faut\n3,1.0\n", encoding="utf-8")
+    code = f"""from pathlib import Path
+from evenkeel.run.records import read_config
+from evenkeel.run.trackers import CsvFile, _read_table
+from evenkeel.time_travel.replay import _prepare
+from evenkeel.time_travel.save import save_sample
+folder = Path({str(tmp_path)!r})
+_prepare(folder / "replay", read_config(folder / "config.toml"), {{}}, [])
+CsvFile(folder / "metrics.csv", 3).log({{"d\\u00e9faut": 2.0}}, 4)
+print(ascii(_read_table(folder / "metrics.csv")))
+save_sample(folder, 1, 2, ["\\u00e9"])"""
+    done = run([sys.executable, "-c", code], env={"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"})
+    assert read_config(tmp_path / "replay" / "config.toml") == {"data_dir": "photos d\u2019\u00e9t\u00e9"}
+    assert done.stdout == "[['step', 'd\\xe9faut'], ['3', '1.0'], ['4', '2.0']]\n"
+    assert [path.read_bytes() for path in tmp_path.glob("*.txt")] == [b"\xc3\xa9"]

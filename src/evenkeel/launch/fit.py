@@ -186,7 +186,7 @@ def _loop(script: Path) -> Path:
     places = (script, *OWN_LOOPS) if str(script) == "train.py" else (script,)
     path = next((place for place in places if place.exists()), script)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise Refusal(f"fit(script={str(script)!r}): {error.strerror or error}; name a file like train.py") from None
     if "def train(run" not in text:

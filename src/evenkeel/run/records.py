@@ -231,7 +231,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise Refusal(f"{path}: is a pipe or a device, which may never end; name a file")
-        options: dict[str, Any] = tomllib.loads(path.read_text())
+        options: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of which one is TOMLDecodeError

@@ -205,7 +205,7 @@ class CsvFile:
         """Nothing to do: each row is in the file."""
 
     def _rows(self) -> list[dict[str, Any]]:
-        whole, _, _ = self.path.read_text().rpartition("\n")
+        whole, _, _ = self.path.read_text(encoding="utf-8").rpartition("\n")
         return list(csv.DictReader(io.StringIO(whole)))
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
@@ -219,7 +219,7 @@ class CsvFile:
 
 
 def _read_table(path: Path) -> list[list[str]]:
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return list(csv.reader(file))
 
 

@@ -198,7 +198,7 @@ def _prepare(folder: Path, options: dict[str, Any], status: Mapping[str, Any], k
         (folder / "checkpoints" / path.name).symlink_to(path.absolute())
     if kept:  # the weights come from a checkpoint, and the file of --init-from may be gone
         options = {name: value for name, value in options.items() if not name.startswith("init_")}
-    (folder / "config.toml").write_text(tomli_w.dumps(options))
+    (folder / "config.toml").write_text(tomli_w.dumps(options), encoding="utf-8")
     facts = {name: status[name] for name in COPIED if name in status}
     write_json(folder / "status.json", facts | {"state": "stopped", "step": 0, "world_sizes": [1], "launch": []})
 

@@ -22,7 +22,7 @@ def save_sample(folder: Path, step: int, sample: int, value: Any) -> None:
     for part, content in _parts(value):
         path = folder / f"step-{step}-sample-{sample}{part}"
         if isinstance(content, str):
-            path.with_name(f"{path.name}.txt").write_text(content)
+            path.with_name(f"{path.name}.txt").write_text(content, encoding="utf-8")
         elif isinstance(content, Tensor) and _is_picture(content):
             _write_picture(path.with_name(f"{path.name}.png"), content)
         else:
