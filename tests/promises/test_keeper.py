@@ -228,6 +228,33 @@ def test_a_single_process_starts_again_too(tmp_path: Path, run_dir: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_child_of_the_task_that_outlives_rank_0_does_not_keep_the_folder(tmp_path: Path, run_dir: Path) -> None:
+    body = """
+    def loss(self, model, batch):
+        file = os.path.join(os.path.dirname(__file__), "child")
+        if not os.path.exists(file):
+            child = os.fork()  # as multiprocessing does for a Manager or a Process
+            if not child:
+                os.closerange(0, 3)
+                time.sleep(60)
+                os._exit(0)
+            with open(file, "w") as told:
+                told.write(str(child))
+        return super().loss(model, batch)
+    """
+    options = job(run_dir, *RARE, "--pause", 0.1, "--max-steps", 9, "--task", own_task(tmp_path, body))
+    process = start([sys.executable, TRAIN, *options], env=OWN)
+    wait_for_step(run_dir, 2, process)
+    os.kill(runs.trainer_of(process), signal.SIGKILL)
+    child = int((tmp_path / "child").read_text())
+    try:
+        assert ended(process).stderr.count("\n") == 1  # that rank 0 was killed
+        assert processes.running(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> None:
     """Or the fork would compute by the old source, and the fingerprint would be that of the new."""
     body = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -224,6 +225,7 @@ def _try_lock(file: IO[bytes], path: Path, until: float) -> bool:
     """Lock the file, but not between the death of another job's rank 0 and its restart."""
     while taken := lock(file, until):
         if not restarts_elsewhere(read_facts(path / "status.json")[0]):
+            os.register_at_fork(after_in_child=file.close)  # or a child that outlives this process keeps the lock
             break
         unlock(file)
         if time.monotonic() >= until:
