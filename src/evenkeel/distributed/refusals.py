@@ -7,7 +7,7 @@ import os
 import time
 from datetime import timedelta
 
-from torch.distributed import DistError  # type: ignore[attr-defined]
+from torch.distributed import DistError
 
 from ..common.errors import REFUSAL_TIMEOUT, EndedHere
 from .rendezvous import REFUSED_BY, agent_hosts_store, job_store, namespace_of, refusal_in
