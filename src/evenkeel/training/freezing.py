@@ -68,6 +68,21 @@ def unregistered(model: nn.Module) -> str:
     )
 
 
+def refuse_owned(task: object, model: nn.Module) -> None:
+    """Refuse weights that learn and that the task has in its attributes, but `model()` does not return."""
+    known = set(model.parameters())
+    for name, value in [it for owner in (task, *type(task).__mro__) for it in vars(owner).items()]:
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        parts = nn.ModuleList(it for it in items if isinstance(it, nn.Module)).parameters()
+        weights = [*parts, *(it for it in items if isinstance(it, nn.Parameter))]
+        if any(it.requires_grad and it not in known for it in weights):
+            raise Refusal(
+                f"self.{name} of the task has weights that require a gradient: they would not be trained or saved, and "
+                "each rank would have its own; return it from model(), in an nn.ModuleDict with the network, or, if it "
+                f"must not learn, set requires_grad to False in it (self.{name}.requires_grad_(False))"
+            )
+
+
 def _evaluating(module: nn.Module, name: str = "") -> Iterator[str]:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return

@@ -1,0 +1,117 @@
+"""What tasks get wrong without an error of torch's: each is named in a line, by real runs; and what must not be."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import TRAIN, Done, run_forked
+from tests.support.small_runs import model_of, options, told_step
+
+BEFORE = """
+from collections import deque
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from evenkeel.training.task import Task
+
+
+class Base(Task):
+    def train_dataset(self) -> Any:
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, (x.sum(1) > 0).long())
+
+    test_dataset = train_dataset
+
+    def model(self) -> Any:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Own(Base):
+"""
+
+
+def train(folder: Path, body: str, *more: object, expect: int = 0) -> Done:
+    """Eight steps of a task with these methods, written on the indentation of a class."""
+    (folder / "own.py").write_text(BEFORE + body)
+    words = ["--batch-size", 16, "--micro-batch", 4, "--epochs", 2, "--log-every", 1, *more]
+    return run_forked(TRAIN, *options(f"{folder / 'own.py'}:Own", folder / "run", *words), expect=expect)
+
+
+HEAD = """
+    def __init__(self) -> None:
+        self.head = {made}
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy({used}, batch[1])
+"""
+LINEAR = "self.head(model(batch[0]))"
+
+
+@pytest.mark.parametrize(
+    ("made", "used"),
+    [
+        ("nn.Linear(2, 2)", LINEAR),
+        ("nn.Parameter(torch.zeros(2))", "model(batch[0]) + self.head"),
+        ("[nn.Linear(2, 2)]", "self.head[0](model(batch[0]))"),
+        ("None\n    head = nn.Linear(2, 2)\n    def __init__(self) -> None: pass", LINEAR),
+    ],
+)
+def test_weights_that_the_task_keeps_outside_its_model_are_refused(tmp_path: Path, made: str, used: str) -> None:
+    line = train(tmp_path, HEAD.format(made=made, used=used), expect=2).stderr
+    assert line.startswith("evenkeel: self.head of the task has weights that require a gradient: they would not be tr")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        HEAD.format(made="nn.Linear(2, 2).requires_grad_(False)", used=LINEAR),
+        "    def model(self) -> Any:\n        self.whole = super().model()\n        self.parts = list(self.whole)\n"
+        "        self.bias = self.whole[0].bias\n        return self.whole\n",
+    ],
+)
+def test_frozen_ones_and_parts_of_the_model_are_not(tmp_path: Path, body: str) -> None:
+    train(tmp_path, body)
+
+
+THAWS = """
+    {flag}
+
+    def model(self) -> Any:
+        model = super().model()
+        model[0].requires_grad_({learns})
+        return model
+
+    def optimizers(self, model: Any, config: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def loss(self, model: Any, batch: Any, step: int = 0) -> Any:
+        model[0].requires_grad_(step >= 3)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.parametrize("flag", ["pass", "unused_parameters = True"])
+def test_a_part_that_is_frozen_at_first_and_thaws_later_ends_the_run(tmp_path: Path, flag: str) -> None:
+    err = train(tmp_path, THAWS.format(flag=flag, learns=False), expect=1).stderr
+    assert "evenkeel: frozen at the start, and now with requires_grad: 0.weight, 0.bias; steps have no grad" in err
+    assert told_step(tmp_path / "run") == 3, "it thaws in the fourth step"
+
+
+def test_the_way_that_works_is_to_freeze_it_in_the_loss(tmp_path: Path) -> None:
+    weights = []
+    for steps in (1, 3, 8):
+        words = ["--schedule", "constant", "--run-dir", tmp_path / f"{steps}", "--max-steps", steps]
+        train(tmp_path, THAWS.format(flag="unused_parameters = True", learns=True), *words)
+        weights.append(model_of(tmp_path / f"{steps}"))
+    first, third, last = weights
+    assert third["0.weight"].equal(first["0.weight"])
+    assert not third["2.weight"].equal(first["2.weight"])
+    assert not third["0.weight"].equal(last["0.weight"])
