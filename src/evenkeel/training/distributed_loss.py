@@ -118,7 +118,7 @@ class DistributedLoss:
             self._synced.connect(busy_ranks, None if unused else self.reduction.catch_up)
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
-        self._side_effects = SideEffects(state, loss, not config.verify_every)
+        self._side_effects = SideEffects(state, loss, not config.verify_every, self._network)
         self._pass = Pass(None, 0, 0.0)  # of the present micro-batch, or the last one
         self._sums = StepSums(self.reduction, state.buffers, world.device)  # of the present step
         self._has_gradient = False  # whether it has its gradient, and `step` may come

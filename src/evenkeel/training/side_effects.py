@@ -40,10 +40,12 @@ class SideEffects:
         state: whose weights only a commit may change.
         on: not with --verify-every, which finds and mends faulty memory itself.
         loss: if it is a method of a task, numbers in the task's attributes count, as do those of modules.
+        network: the part of the model that learns; default: all of it.
     """
 
-    def __init__(self, state: State, loss: Any, on: bool = True) -> None:
-        self._state, self._steps, self._on = state, 0, on
+    def __init__(self, state: State, loss: Any, on: bool = True, network: nn.Module | None = None) -> None:
+        self._state, self._steps, self._on, self._network = state, 0, on, network or state.model
+        self._frozen = {name for name, it in self._network.named_parameters() if not it.requires_grad}
         self._task = getattr(getattr(loss, "_embed", loss), "__self__", None)  # of a WholeBatch too
         self._weights: dict[str, int] = {}
         self._numbers: dict[str, float] = {}
@@ -62,7 +64,7 @@ class SideEffects:
         """The passes are over.
 
         Raises:
-            EndedHere: they have changed weights.
+            EndedHere: they have changed weights, or let some learn that were frozen, and are left out of a step.
         """
         if not self._weights:
             return
@@ -74,6 +76,13 @@ class SideEffects:
                     "own, as often as it has micro-batches; change them in after_step(model, step, losses), also what "
                     "max_norm of an Embedding does, and start over with --fresh"
                 )
+        learning = [name for name, it in self._network.named_parameters() if it.requires_grad]
+        if thawed := [name for name in learning if name in self._frozen]:
+            raise EndedHere(
+                f"frozen at the start, and now with requires_grad: {listed(thawed)}; steps have no gradient of such "
+                "parameters: do not freeze them in model(), set unused_parameters = True in the task's class, and set "
+                "requires_grad in loss(model, batch, step)"
+            )
         changed = changed_numbers(self._numbers, dict(self._find_numbers()))
         new = [name for name in changed if name not in self._warned]
         self._warned |= {*new}
