@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1926,
+    "common": 1952,
     "config": 600,
-    "data": 3172,
-    "distributed": 2539,
-    "resilience": 1893,
-    "training": 6798,
-    "run": 7300,
+    "data": 3175,
+    "distributed": 2560,
+    "resilience": 1900,
+    "training": 6826,
+    "run": 7389,
     "tasks": 2307,
-    "mirror": 709,
-    "launch": 3101,
-    "cli": 7508,
+    "mirror": 726,
+    "launch": 3162,
+    "cli": 7515,
     "time_travel": 1689,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

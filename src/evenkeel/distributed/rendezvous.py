@@ -99,6 +99,7 @@ def is_served(store: Store) -> bool:
 
 
 def namespace_of(store: Store, world_size: int) -> Store:
+    """The part of the job's store in which these ranks meet."""
     return PrefixStore(f"evenkeel/rendezvous/{world_size}", store)
 
 

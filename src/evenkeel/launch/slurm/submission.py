@@ -94,10 +94,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
     """Check everything, submit the job, and print how to watch it."""
     typed, train_args = parse_arguments(Submit, argv)
     _check(typed)
-    limit, where = typed.time, "--time "
-    if limit is None:
-        limit, where = os.environ.get("SBATCH_TIMELIMIT") or None, "SBATCH_TIMELIMIT="
-    minutes, most = None if limit is None else parse_time(limit, where), parse_nodes(typed.nodes)[1]
+    minutes, most = _minutes(typed.time), parse_nodes(typed.nodes)[1]
     name = typed.partition or os.environ.get("SBATCH_PARTITION")
     partition = _partition(typed, name, most, minutes)
     minutes, gpus = minutes or partition.minutes or DAY, typed.gpus or partition.gpus or None
@@ -141,6 +138,14 @@ def main(argv: Sequence[str], repository: Path) -> int:
 
         return follow(run_dir) or 0
     return 0
+
+
+def _minutes(typed: str | None) -> int | None:
+    """The time limit of --time, else the environment's, if there is one."""
+    if typed is not None:
+        return parse_time(typed, "--time ")
+    limit = os.environ.get("SBATCH_TIMELIMIT")
+    return parse_time(limit, "SBATCH_TIMELIMIT=") if limit else None
 
 
 def _partition(typed: Submit, name: str | None, nodes: int, minutes: int | None) -> Partition:
