@@ -217,7 +217,7 @@ def test_nodes_fetch_at_the_same_time_and_wait_for_each_other(
     for node, (proxy, folder) in enumerate(zip(proxies, beats, strict=True)):
         proxy.held = b"/state.pt."
         folder.mkdir()
-        options, more = words(tmp_path / str(node), url, pause=0), {heartbeat.VARIABLE: str(folder)}
+        options, more = words(tmp_path / str(node), url), {heartbeat.VARIABLE: str(folder)}
         nodes.append(launched(proxy, *options, nodes=f"{shape} -nr {node}", more=more))
     for node, proxy in zip(nodes, proxies, strict=True):
         wait_beside(node, proxy.stopped.is_set, "a fetch at the same time")
