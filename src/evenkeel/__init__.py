@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+STARTED = os.getpid(), os.getppid()
+"""This process and what has started it, which may die during the imports."""
+
 
 def _need_packages() -> None:
     """Raise one line with the remedy if a Python other than that of `make setup` imports this package."""

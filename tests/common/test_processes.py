@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.processes import wait_until_gone
+
 INTERRUPTED = """
 import os, signal, subprocess
 from evenkeel.common.processes import start_in_session
@@ -32,3 +34,20 @@ def test_ctrl_c_while_a_child_is_started_is_not_lost(start: str, outcome: str) -
     code = INTERRUPTED.format(start=start)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout == f"{outcome}\n", found.stderr
+
+
+KILLED = """
+import os, signal, time
+from evenkeel.common.processes import start_in_session
+
+os.register_at_fork(
+    after_in_parent=lambda: os.kill(os.getpid(), signal.SIGKILL),
+    after_in_child=lambda: (print(os.getpid(), flush=True), time.sleep(1)),
+)
+start_in_session(["sleep", "60"])
+"""
+
+
+def test_a_child_ends_although_its_parent_was_killed_before_it_had_begun() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as process:
+        wait_until_gone([int(process.stdout.readline())], limit=30)

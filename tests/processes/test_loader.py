@@ -55,6 +55,22 @@ def test_workers_ignore_signals_and_end_with_a_failing_parent(tmp_path: Path, st
     wait_until_gone([worker])
 
 
+KILLED_AT_ONCE = f"""{LOADER}
+os.register_at_fork(
+    after_in_parent=lambda: os.kill(os.getpid(), signal.SIGKILL),
+    after_in_child=lambda: (print(os.getpid(), flush=True), time.sleep(1)),
+)
+iter(batches_of(1))
+"""
+
+
+def test_a_loader_process_ends_although_its_parent_was_killed_before_it_had_begun() -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED_AT_ONCE], stdout=subprocess.PIPE, text=True)
+    with process:
+        wait_until_gone([int(process.stdout.readline())], limit=30)
+    assert process.returncode == -signal.SIGKILL
+
+
 LEAVING = f"""{LOADER}
 from evenkeel.common.processes import leave_nothing
 stream = iter(batches_of(2))

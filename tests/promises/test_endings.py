@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, finish, fork_ranks, read, records, start, torchrun, wait_until_gone
+from tests.support.processes import (
+    TRAIN,
+    finish,
+    fork_ranks,
+    read,
+    records,
+    start,
+    torchrun,
+    wait_until,
+    wait_until_gone,
+)
 from tests.support.small_runs import job, keepers_of, saved_step, starts, told_step, wait_for_start, wait_for_step
 
 RARE = ["--checkpoint-every", 0, "--eval-every", 1000]
@@ -144,6 +154,28 @@ def test_workers_whose_agent_is_killed_save_and_end(run_dir: Path, keepers_too: 
     wait_until_gone([*keepers, *below])
     process.communicate()
     assert saved_step(run_dir) >= told_step(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeper", ["on", "off"])
+def test_ranks_whose_agent_is_killed_during_their_imports_end(tmp_path: Path, keeper: str) -> None:
+    waits = (
+        "import os, pathlib, time\n"
+        "parent = os.getppid() if 'RANK' in os.environ else 0\n"
+        "pathlib.Path(__file__).with_name(f'imports-{os.environ.get(\"RANK\")}').touch()\n"
+        "while os.getppid() == parent:\n"
+        "    time.sleep(0.02)\n"
+    )
+    imports = "from evenkeel import Run"
+    (own := tmp_path / "own.py").write_text(TRAIN.read_text().replace(imports, waits + imports))
+    options = job(tmp_path / "run", "--keeper", keeper, "--pause", 0.1)
+    process = start([sys.executable, own, "-g", "2", *options])
+    wait_until(lambda: (tmp_path / "imports-0").exists() and (tmp_path / "imports-1").exists(), "imports")
+    ranks = keepers_of(process).values()
+    process.kill()
+    wait_until_gone([*ranks])
+    process.communicate()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_the_control_a_stock_loop_loses_its_steps(tmp_path: Path) -> None:

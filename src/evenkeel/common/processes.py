@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from .. import STARTED
 from . import keeper_link
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -70,13 +71,16 @@ def descendants(*roots: int) -> dict[int, Stat]:
     return {pid: status for pid, status in found.items() if status.state != "Z"}
 
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent dies, however it dies. Linux only."""
+def die_with_parent(number: signal.Signals, parent: int = 0) -> None:
+    """Have the kernel send this process a signal when its parent dies, however it dies. Linux only.
+
+    `parent`: its pid, from before it may have died; 0: that of this process's start, or the present one in a fork.
+    """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
+    parent = parent or (STARTED[1] if os.getpid() == STARTED[0] else os.getppid())
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG in <linux/prctl.h>
-    if os.getppid() != parent:  # it died just before
+    if os.getppid() != parent:  # it died before
         os.kill(os.getpid(), number)
 
 
@@ -88,10 +92,10 @@ def start_in_session(
     A Ctrl-C that comes meanwhile is raised afterwards, and the child ended: in the handlers that Python calls around a
     fork (`os.register_at_fork`) it would be printed and ignored. Takes the options of `subprocess.Popen`.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before, parent = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS), os.getpid()
 
     def begin() -> None:
-        die_with_parent(death)
+        die_with_parent(death, parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     process = None
@@ -282,7 +286,9 @@ def outlive_signals(_worker: int) -> None:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
+    # where a server forks them, it is their parent
+    served = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+    die_with_parent(signal.SIGKILL, os.getppid() if served else getattr(multiprocessing.parent_process(), "pid", 0))
     sys.excepthook = _say_unless_killed
 
 

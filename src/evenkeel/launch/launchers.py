@@ -228,7 +228,7 @@ def doctor_says(command: Command, of_train: bool = True) -> int:
     train_args = words[cut + 2 :] if of_train else ()
     checked = (*words[:cut], *own, "-m", "--", "evenkeel", "doctor", "--timeout=30", "--", *train_args)
     with CtrlC():  # torchrun gets it as well, and ends its ranks
-        ending = partial(die_with_parent, signal.SIGTERM)
+        ending = partial(die_with_parent, signal.SIGTERM, os.getpid())
         code = subprocess.run(checked, env={**os.environ, **command.env}, preexec_fn=ending, check=False).returncode
     if code in (FAILED, REFUSED):
         print("evenkeel: --doctor: the job is not started", file=sys.stderr)

@@ -173,7 +173,7 @@ class ScalingCommand:
             run_dir, output = Path(folder) / "run", Path(folder) / "output"
             words = [*options, *(f"--{name}={value}" for name, value in self._own(run_dir).items())]
             command = torchrun(topology, link, self.script, words)
-            none, ending = subprocess.DEVNULL, partial(die_with_parent, signal.SIGTERM)
+            none, ending = subprocess.DEVNULL, partial(die_with_parent, signal.SIGTERM, os.getpid())
             env = {**os.environ, **command.env}
             with (
                 output.open("wb") as file,
