@@ -64,6 +64,8 @@ def test_a_run_keeps_its_cut_on_fewer_ranks_and_is_cut_anew_on_more(tmp_path: Pa
         ("micro-batches", (2, 3)),
         ("log-every", (1, 2)),
         ("epochs", (2, 3)),
+        ("keep-every", (0, 5)),
+        ("profile", ("2:4", "3:4")),
         ("strict-bits", ("no", "yes")),
     ],
 )

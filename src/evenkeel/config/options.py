@@ -292,8 +292,8 @@ CUTTING, UNSAVED, _FREE = (
     for change in ("warned", "unsaved", "free")
 )
 ALIKE = CUTTING | frozenset(
-    {"checkpoint_every", "digest_every", "epochs", "eval_every", "fresh", "log_every", "max_steps", "on_nonfinite"}
-    | {"replicate", "save_predictions", "shard", "shares", "strict_bits", "verify_every"}
+    {"checkpoint_every", "digest_every", "epochs", "eval_every", "fresh", "keep_every", "log_every", "max_steps"}
+    | {"on_nonfinite", "profile", "replicate", "save_predictions", "shard", "shares", "strict_bits", "verify_every"}
 )
 """Options that may change when a run is continued, but not from rank to rank: shares and collectives depend on them."""
 HARMLESS = _FREE | UNSAVED | {"data_dir"}  # a task's option: the same data may lie elsewhere on another node
