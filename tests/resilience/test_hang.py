@@ -22,7 +22,7 @@ from evenkeel.distributed.world import World
 from evenkeel.resilience.beats import Beat, beat_now, blamed, describe
 from evenkeel.resilience.diagnosis import Diagnosis
 from evenkeel.resilience.hang import Watch
-from evenkeel.resilience.interruption import Resident
+from evenkeel.resilience.resident import Resident
 from evenkeel.run.tracking import start_logs
 from tests.support import processes
 from tests.support.processes import read, start, wait_until
@@ -85,7 +85,7 @@ STUCK = """
 import ctypes, sys, time, torch
 from pathlib import Path
 from evenkeel.distributed.world import World
-from evenkeel.resilience.interruption import Resident
+from evenkeel.resilience.resident import Resident
 from tests.resilience.test_hang import full_pipe
 from tests.support.processes import wait_until
 from tests.training.test_staging import Training

@@ -25,7 +25,7 @@ from ..common.network import Link
 from ..common.phases import activity
 from ..common.processes import start_in_session
 from ..config import Config
-from ..resilience.interruption import Resident
+from ..resilience.resident import Resident
 from ..run.build import build_model
 from ..run.run import Run
 from ..run.weights import read_weights

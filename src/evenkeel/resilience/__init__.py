@@ -7,6 +7,7 @@
     peers         messages between keepers in the job's store
     keeper_store  the process that serves that store, where torchrun's agent does not
     interruption  a thread for stop signals: saves the state, and ends the process within --grace
+    resident      the same in a notebook, which goes on: takes no signals
     hang          every rank reports to the others what it does; no progress for --hang-timeout is a hang
     diagnosis     after an alarm: which rank is where, its stacks; kills frozen ranks
     late_dump     stacks of a process in which not even that thread can run

@@ -161,17 +161,6 @@ class Interruption:
         _exit_now(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", output_timeout=1.0)
 
 
-class Resident(Interruption):
-    """Takes no signals and never ends the process, which goes on after the run, such as a notebook."""
-
-    def _receive_signals(self) -> None:
-        """Leave them to the program."""
-
-    def begin_end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
-        """Warn, and do not end."""
-        log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)
-
-
 def _exit_now(code: int, last_line: str = "", output_timeout: float | None = None) -> NoReturn:
     """Print a last line and end the process and its loaders, without waiting for the main thread, which may be stuck.
 

@@ -23,7 +23,7 @@ from ..config import Config
 from ..data.data_digest import TRAINING
 from ..data.sampler import Step
 from ..launch.fit import OWN_LOOPS
-from ..resilience.interruption import Resident
+from ..resilience.resident import Resident
 from ..run.chain import samples_of, whole_steps
 from ..run.checkpoint import Checkpoints
 from ..run.ending import Ending
