@@ -143,7 +143,7 @@ loader processes heed SIGTERM
     + signal.signal(number, signal.SIG_DFL)
 the tree pairs neighbours that are no siblings, where a rank begins with an odd one
     distributed/tree.py | tests/distributed | tests/promises/test_tree.py
-    - while self.sums and node.place % 2 and
+    - while self.sums and node.number % 2 and
     + while self.sums and
 a step is committed while its state is being copied
     training/seqlock.py | tests/training | tests/promises/test_endings.py

@@ -349,7 +349,7 @@ class Rank:
     def store(self, step: int, killed: bool = False) -> None:
         def capture(staging: Staging) -> dict[str, Any]:
             state = part(whole(step), self.rank, 3)
-            captured, copy = staging.place({"done": [torch.tensor(step)], **state, "begun": [torch.tensor(step)]})
+            captured, copy = staging.prepare({"done": [torch.tensor(step)], **state, "begun": [torch.tensor(step)]})
             copy()
             if killed:
                 os.kill(os.getpid(), signal.SIGKILL)

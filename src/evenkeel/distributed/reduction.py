@@ -137,7 +137,7 @@ class TreeReduction(Reduction):
         self.hooked &= not (unused or collectives)
         self.unused = unused
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._place: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
+        self._index: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
         self._shares: Sequence[range] = []
         self._so_far = Fold(_add)
         self._used: set[int] = set()
@@ -163,14 +163,14 @@ class TreeReduction(Reduction):
             self._pipeline.check()
             return
         fold = self._with_last(self._taken() if self._shares[self.world.rank] else [], self._so_far.sums)
-        used = [place in self._used for place in range(len(self.parameters))]
+        used = [index in self._used for index in range(len(self.parameters))]
         total, used = self._sum_over_ranks(fold, used) if self.world.world_size > 1 else (fold.root(), used)
         for parameter, gradient, is_used in zip(self.parameters, total, used, strict=True):
             parameter.grad = gradient if is_used else None
 
     def _taken(self) -> list[Tensor]:
         """Take the gradients out of ``.grad``; zeros where there is none."""
-        used = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        used = {index for index, parameter in enumerate(self.parameters) if parameter.grad is not None}
         # without `unused` only the last micro-batch counts: as with DDP, it must have a gradient of each parameter
         self._used = self._used | used if self.unused else used
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -188,7 +188,7 @@ class TreeReduction(Reduction):
         totals: dict[Tensor, Tensor] = {}
         for kind, parameters in kinds.items():
             flat = self._memory.get(kind, sum(p.numel() for p in parameters), parameters[0])
-            sums = [[gradients[self._place[p]] for p in parameters] for _, gradients in fold.sums]
+            sums = [[gradients[self._index[p]] for p in parameters] for _, gradients in fold.sums]
             exchange = self._exchange_for(kind, flat)
             exchange.send_chunks(self._flat(kind, flat, parameters, sums), self._shares).wait()
             exchange.send_sums(flat).wait()
@@ -205,8 +205,8 @@ class TreeReduction(Reduction):
             future.set_result(buffer)
             return future
         parameters = bucket.parameters()
-        places = [self._place[parameter] for parameter in parameters]
-        sums = [(node, [gradients[i] for i in places]) for node, gradients in self._so_far.sums]
+        indices = [self._index[parameter] for parameter in parameters]
+        sums = [(node, [gradients[i] for i in indices]) for node, gradients in self._so_far.sums]
         fold = self._with_last(_views(buffer, parameters), sums)
         if self.world.world_size == 1:
             fold.root()  # in the bucket

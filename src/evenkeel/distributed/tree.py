@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A place in the tree. It covers the leaves from place * 2**level to (place + 1) * 2**level, exclusive."""
+    """A node of the tree. It covers the leaves from number * 2**level to (number + 1) * 2**level, exclusive."""
 
     level: int
-    place: int
+    number: int
 
 
 def subtrees(leaves: range) -> Iterator[Node]:
@@ -52,9 +52,9 @@ class Fold(Generic[T]):
 
     def push(self, node: Node, value: T) -> None:
         """Add the next node, and merge it with its left sibling as long as there is one."""
-        while self.sums and node.place % 2 and self.sums[-1][0] == (node.level, node.place - 1):
+        while self.sums and node.number % 2 and self.sums[-1][0] == (node.level, node.number - 1):
             _, left = self.sums.pop()
-            value, node = self._add(left, value), Node(node.level + 1, node.place // 2)
+            value, node = self._add(left, value), Node(node.level + 1, node.number // 2)
         self.sums.append((node, value))
 
     def root(self) -> T:

@@ -135,9 +135,9 @@ class DistributedLoss:
         with self._explained():
             batches = self._embedded(self._whole_batch, step, shares) if self._whole_batch else step.batches
             for number, (micro_batch, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
-                placed = self._begin_pass(micro_batch, batch, last := number == len(step.micro_batches))
+                on_device = self._begin_pass(micro_batch, batch, last := number == len(step.micro_batches))
                 with nullcontext() if last else self._no_reduction():
-                    yield placed
+                    yield on_device
                 self._finish_pass(micro_batch)
             self._finish_reduction(step)
             self._check_gradients()
@@ -243,9 +243,9 @@ class DistributedLoss:
         self._pass = self._pass_of(micro_batch, batch, last)
         activity.enter(COMPUTING)
         seed_computation(derive(self.seed, "micro-batch", self._loss.step, micro_batch.id), self.world.devices)
-        placed = batch if isinstance(self.module, Parallel) else self._transfer(batch)
+        on_device = batch if isinstance(self.module, Parallel) else self._transfer(batch)
         self._arrivals.lap(LOADING)
-        return placed
+        return on_device
 
     def _pass_of(self, micro_batch: MicroBatch, batch: Any, last: bool = False) -> Pass:
         return Pass(batch, micro_batch.size, micro_batch.size / self.plan.step_samples(self._loss.step), last)
@@ -254,9 +254,9 @@ class DistributedLoss:
         """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
 
         def first_pass(micro_batch: MicroBatch, batch: Any) -> dict[str, Tensor]:
-            placed = self._begin_pass(micro_batch, batch, last=False)  # it reduces nothing
+            on_device = self._begin_pass(micro_batch, batch, last=False)  # it reduces nothing
             with self._loss.computing("embed()") as model:
-                found = whole.embed(model, placed, micro_batch.size)
+                found = whole.embed(model, on_device, micro_batch.size)
             self.state.buffers.rewind()
             self._arrivals.lap(FORWARD)
             return found

@@ -7,7 +7,7 @@ after it. The order of a copy (`State.begin_capture`), and what makes it safe:
 1. :meth:`Seqlock.hold`: the host begins no commit. If a GPU hangs, a rescue goes on without that lock.
 2. Plain data is copied, and the number of the step that the host has queued is noted.
 3. :meth:`Seqlock.wait`: the devices have finished the last commit, or they hang.
-4. ``done``, then all other tensors, then ``begun`` are copied, on a stream of their own (`Staging.place`). If the
+4. ``done``, then all other tensors, then ``begun`` are copied, on a stream of their own (`Staging.prepare`). If the
    numbers differ and the devices seemed to hang, 3 and 4 are done again, until the deadline.
 5. The lock is released. If the numbers differ, the copy is torn. If they are equal, its tensors are those of that step:
    its commit was over before the copy, and the next one had not begun after it. If the step noted in 2 is a later one,

@@ -60,8 +60,8 @@ class Slot(Staging):
         """Of the state that is stored; 0: none is whole."""
         return step_in(self._descriptor)
 
-    def place(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
-        """As `Staging.place`, but of the tensors only "done" and "begun" are in the result; :func:`read` returns them
+    def prepare(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
+        """As `Staging.prepare`, but of the tensors only "done" and "begun" are in the result; :func:`read` returns them
         all. From here on the slot is not whole."""
         clear(self._descriptor)
         sources: dict[Keys, Tensor] = {}

@@ -78,7 +78,7 @@ class Staging:
             self._memory = memory  # must outlive its registration
             weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
-    def place(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
+    def prepare(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
         """Prepare a copy of nested dicts, lists and tuples; plain data is copied at once.
 
         Args:
@@ -106,9 +106,9 @@ class Staging:
             sources.append(source)
             return buffer
 
-        placed = map_tensors(tree, buffer_for)
+        prepared = map_tensors(tree, buffer_for)
         self._buffers = buffers
-        return placed, partial(self._copy, list(buffers.values()), sources, ends)
+        return prepared, partial(self._copy, list(buffers.values()), sources, ends)
 
     @torch.no_grad()
     def _copy(self, targets: list[Tensor], sources: list[Tensor], ends: int) -> None:

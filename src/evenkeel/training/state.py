@@ -242,7 +242,7 @@ class State:
                 raise Torn("a scheduler has failed in the middle of its step")
             queued, live = self._seqlock.queued, self._live()
             # the order of `live` is the protocol: `done`, a number for each device, first, and `begun` last
-            captured, copy = (staging or Staging(*self._devices)).place(live, ends=len(self._devices))
+            captured, copy = (staging or Staging(*self._devices)).prepare(live, ends=len(self._devices))
             locked = stack.pop_all()
 
         def finish() -> dict[str, Any]:
