@@ -115,3 +115,30 @@ def test_the_way_that_works_is_to_freeze_it_in_the_loss(tmp_path: Path) -> None:
     assert third["0.weight"].equal(first["0.weight"])
     assert not third["2.weight"].equal(first["2.weight"])
     assert not third["0.weight"].equal(last["0.weight"])
+
+
+FROZEN = """
+    def model(self) -> Any:
+        model = nn.ModuleDict({"net": super().model()})
+        model.mask = nn.Parameter(torch.tensor([0.0, float("-inf")]), requires_grad=False)
+        model.small = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+        model.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
+        return model
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return super().loss(model["net"], batch)
+
+    def after_step(self, model: Any, step: int, losses: Any) -> None:
+        model.teacher += 1
+"""
+
+
+def test_the_average_has_frozen_parameters_as_they_are(tmp_path: Path) -> None:
+    for name, steps in (("run", 4), ("run", 8), ("plain", 8)):
+        words = ["--schedule", "constant", "--run-dir", tmp_path / name, "--max-steps", steps, "--ema", 0.9]
+        train(tmp_path, FROZEN, *words)
+    found, plain = (model_of(tmp_path / name) for name in ("run", "plain"))
+    assert found["mask"].tolist() == [0, float("-inf")]
+    assert found["small"].float().tolist() == [1, 1, 1]
+    assert found["teacher"].tolist() == [8, 8]
+    assert all(found[name].float().equal(value.float()) for name, value in plain.items())

@@ -16,7 +16,7 @@ from .state_dicts import load_weights, local_rows
 
 
 class Average:
-    """A copy of a model with averaged parameters and the model's committed buffers.
+    """A copy of a model with averages of the parameters that learn, the model's other ones and its committed buffers.
 
     It is a separate model, so evaluation does not touch the live one, which another thread may be saving. At step t
     the decay is at most (1 + t) / (10 + t), so the random initial weights are soon forgotten. ``on_meta``: it gets its
@@ -28,23 +28,29 @@ class Average:
         meta = {id(it): nn.Parameter(torch.empty_like(it, device="meta"), False) for it in whole}
         self.model = frozen_copy(model, "--ema", meta)
         self.decay, self._model = decay, model
-        self._live, self._mean = _averaged(model), _averaged(self.model)
+        self._learn = [it.requires_grad for it in model.parameters()]
+        self.divide()
         mine = dict(self.model.named_buffers(remove_duplicate=False))
         self._buffers = [([mine[name] for name in group.names], group.committed_views) for group in buffers.groups]
 
     def divide(self) -> None:
-        """Average this rank's rows of the model's parameters, and of its own, which have become DTensors (--shard)."""
-        self._live, self._mean = _averaged(self._model), _averaged(self.model)
+        """List the parameters; again when they have become DTensors (--shard), of which this rank has its rows."""
+        pairs = list(zip(self._model.parameters(), self.model.parameters(), self._learn, strict=True))
+        self._pairs = [(live, mean) for live, mean, learns in pairs if learns]
+        self._others = [(live, mine) for live, mine, learns in pairs if not learns]  # infinite, float8 or integers
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
         """Update with the weights and committed buffers after a step, counted from 1; not if ``skip``, a boolean scalar
         on the device, is true."""
         weight = torch.where(skip, 0.0, 1 - min(self.decay, (1 + step) / (10 + step))).float()
-        mean = local_rows(self._mean)
-        change = torch._foreach_sub(local_rows(self._live), mean)
+        live, mean = map(local_rows, zip(*self._pairs, strict=True))
+        change = torch._foreach_sub(live, mean)
         multiply(change, weight)
         torch._foreach_add_(mean, list(change))
+        if self._others:  # after_step() may change them
+            live, mine = map(local_rows, zip(*self._others, strict=True))
+            torch._foreach_copy_(mine, live)
         for mine, committed in self._buffers:
             torch._foreach_copy_(mine, committed)
 
@@ -57,11 +63,6 @@ class Average:
     def load_state_dict(self, saved: Mapping[str, Tensor], model: Mapping[str, Tensor], of: Mapping[str, int]) -> None:
         """Load the averages, and the buffers from the model's state dict of the same step; see `load_weights`."""
         load_weights(self.model, {**model, **saved}, of)
-
-
-def _averaged(model: nn.Module) -> list[Tensor]:
-    """The parameters that have an average; integers do not change, and the copy has them already."""
-    return [it for it in model.parameters() if it.is_floating_point() or it.is_complex()]
 
 
 def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
