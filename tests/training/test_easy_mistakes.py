@@ -142,3 +142,32 @@ def test_the_average_has_frozen_parameters_as_they_are(tmp_path: Path) -> None:
     assert found["small"].float().tolist() == [1, 1, 1]
     assert found["teacher"].tolist() == [8, 8]
     assert all(found[name].float().equal(value.float()) for name, value in plain.items())
+
+
+AFTER = """
+    def model(self) -> Any:
+        model = super().model()
+        model.append(nn.BatchNorm1d(2))
+        model.register_buffer("tau", torch.ones(2))
+        model[0].bias.requires_grad_(False)
+        return model
+
+    def after_step(self, model: Any, step: int, losses: Any) -> None:
+        {does}
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "named"),
+    [
+        ("model.tau.fill_(1 / (step + 1))", "the buffer tau"),
+        ("model.tau = model.tau * 0.9", "the buffer tau"),
+        ("model[0].bias.requires_grad_(step >= 3)", "requires_grad of 0.bias"),
+        ("model.train()(torch.randn(3, 4))", ""),  # moves BatchNorm's statistics, which nobody wants to keep
+    ],
+)
+def test_what_after_step_sets_and_is_put_back_ends_the_run(tmp_path: Path, does: str, named: str) -> None:
+    err = train(tmp_path, AFTER.format(does=does), expect=1 if named else 0).stderr
+    assert (f"evenkeel: after_step() changes {named}, which is put back after it: keep values in" in err) == (
+        named > ""
+    )

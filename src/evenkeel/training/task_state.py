@@ -22,6 +22,7 @@ from ..common.naming import kind_of, listed
 from ..data.randomness import derive, seed_computation
 from ..distributed.collectives import no_collectives
 from ..distributed.world import World
+from .digest import word_sum
 from .evaluation import evaluating, tensors_restored
 from .schedulers import plain
 from .staging import Keys, map_tensors
@@ -110,7 +111,14 @@ class TaskState:
         refused = "" if self._task.collectives else "after_step()"
         # a stop would lose changes of buffers and modes
         with torch.no_grad(), no_collectives(refused), tensors_restored(model), evaluating(model):
+            then = dict(_put_back(model)) if looks else {}
             self._task.after_step(model, step, self.losses)
+            lost = changed_numbers(then, dict(_put_back(model))) if looks else {}
+        if lost:
+            raise EndedHere(
+                f"after_step() changes {listed(list(lost))}, which is put back after it: keep values in attributes of the "
+                "task, with state_dict() and load_state_dict(state), and set requires_grad in loss(model, batch, step)"
+            )
         if self.now is not None:
             self.now = self._read_later()
         self._mark = digest(self.now) if looks else ""
@@ -185,6 +193,19 @@ def load_task_state(own: TaskState | None, saved: Mapping[str, Any] | None) -> N
         log.warning("the checkpoint is older than the task's state_dict(): its state starts anew")
     elif own and saved is not None:
         own.load(saved)
+
+
+def _put_back(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """What `tensors_restored` puts back, by name: flags, and the sums of saved buffers; but not those that passes of
+    BatchNorm and of observers change, as a by-product."""
+    for name, parameter in model.named_parameters():
+        yield f"requires_grad of {name}", int(parameter.requires_grad)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) or type(module).__module__.startswith("torch.ao."):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and is_readable(buffer):
+                yield f"the buffer {path}.{name}".replace(" .", " "), int(word_sum(buffer.detach()))
 
 
 def numbers_of(owner: Any) -> Iterator[tuple[str, float]]:
