@@ -272,7 +272,7 @@ def test_what_after_step_changes_and_does_not_save_is_named_once(
         own.commit(nn.Linear(1, 1), step + 1)
     found = [record.message for record in caplog.records]
     assert [line.partition(":")[0] for line in found] == [
-        "after_step() changes self.weight, which state_dict() does not save"
+        f"after_step() changes self.{name}, which state_dict() does not save" for name in ("weight", "queue [3]")
     ] * (not saved), "a task that saves something is trusted"
 
 

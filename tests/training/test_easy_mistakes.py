@@ -171,3 +171,68 @@ def test_what_after_step_sets_and_is_put_back_ends_the_run(tmp_path: Path, does:
     assert (f"evenkeel: after_step() changes {named}, which is put back after it: keep values in" in err) == (
         named > ""
     )
+
+
+STATES = """
+    center = torch.zeros(2)
+
+    def __init__(self) -> None:
+        self.queue, self.seen, self.cache, self.grown = deque([0] * 9, 99), [], None, torch.zeros(0)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        found = model(batch[0])
+        if self.cache is None:
+            self.cache = torch.ones(3)  # filled once
+        self.grown = torch.zeros(max(len(self.grown), len(batch[0])))
+        loss = F.cross_entropy(found - self.center, batch[1])
+        self.last = found  # of this call only
+        {in_loss}
+        return loss
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        return {{"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="none")}}
+
+    def after_step(self, model: Any, step: int, losses: Any) -> None:
+        {after_step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("in_loss", "after_step", "named"),
+    [
+        ("self.center = 0.5 * self.center + 0.5 * found.detach().mean(0)", "pass", "loss() changes self.center [2]:"),
+        ("self.queue.append(1)", "pass", "loss() changes self.queue (its length):"),
+        ("pass", "self.center = self.center + 1", "after_step() changes self.center [2], which state_dict() does not"),
+        ("pass", "self.seen.append(losses['loss'])", "after_step() changes self.seen (its length), which state_dict()"),
+        ("pass", "model.temperature = 4.0 * 0.7**step", "after_step() changes model.temperature, which is no buffer:"),
+        ("pass", "self.table = torch.ones(3)", ""),
+    ],
+)
+def test_what_a_task_remembers_in_tensors_and_lists_is_named_once(
+    tmp_path: Path, in_loss: str, after_step: str, named: str
+) -> None:
+    err = train(tmp_path, STATES.format(in_loss=in_loss, after_step=after_step)).stderr
+    assert err.count(" changes ") == (named > ""), "no cache that is filled once or grows"
+    assert named in err
+
+
+SAVED = """
+    temperature = 1.0
+
+    def after_step(self, model: Any, step: int, losses: Any) -> None:
+        model[0].temperature = self.temperature = 0.9**step
+
+    def state_dict(self) -> Any:
+        return {"temperature": self.temperature}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.temperature = state["temperature"]
+"""
+
+
+@pytest.mark.parametrize("ema", [0, 0.9])
+def test_a_number_of_the_model_that_is_saved_is_named_where_another_model_is_evaluated(
+    tmp_path: Path, ema: float
+) -> None:
+    err = train(tmp_path, SAVED, "--ema", ema).stderr
+    assert ("after_step() changes model.0.temperature, which is no buffer" in err) == (ema > 0)

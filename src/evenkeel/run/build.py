@@ -206,7 +206,8 @@ def build_state(
     schedulers = Schedulers(made, best, plan.total_steps, every) if made else None
     return State(
         model, optimizers, skip_nonfinite=config.on_nonfinite == "skip", origin=origin, scaler=scaler, ema=config.ema,
-        stopping=stopping, placed=placed, schedulers=schedulers, task_state=TaskState.of(task, config.seed, world),
+        stopping=stopping, placed=placed, schedulers=schedulers,
+        task_state=TaskState.of(task, config.seed, world, averages=config.ema > 0),
         refresh=Refresh.of(task, model, config, world), devices=world.devices, sharded=config.shard != "off",
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from .digest import on_host, word_sum
 from .evaluation import evaluating, tensors_restored
 from .state import State
 from .state_dicts import local_rows
-from .task_state import changed_numbers, is_readable, numbers_of
+from .task_state import all_numbers, changed_numbers, is_readable
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +120,11 @@ class SideEffects:
         return sums
 
     def _find_numbers(self) -> Iterator[tuple[str, float]]:
-        modules = ((f"model.{name}".rstrip("."), it) for name, it in self._state.model.named_modules())
-        for owner, it in [("self", self._task), *modules]:
-            if isinstance(it, nn.Module):
-                yield f"{owner}.training", it.training
-            yield from ((f"{owner}.{name}", value) for name, value in numbers_of(it))
-        if self._steps > 1:  # the first step may fill caches; one that grows has another name
+        for name, it in self._state.model.named_modules():
+            yield ".".join(filter(None, ("model", name, "training"))), it.training
+        later = self._steps > 1  # the first step may fill caches; one that grows has another name
+        yield from all_numbers(self._task, self._state.model, later)
+        if later:
             buffers, saved = self._state.model.named_buffers(), self._state.buffers.committed
             here = ((name, it) for name, it in buffers if name not in saved and is_readable(it))
             yield from on_host({f"model.{name} {list(it.shape)}": word_sum(it.detach()) for name, it in here}).items()

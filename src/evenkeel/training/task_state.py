@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,9 @@ from .task import Task, defines
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 64 * 2**20
+"""Of a task's tensors that are looked at for changes."""
+
 REMEDY = (
     "only after_step(model, step, losses) may change it, by these values: loss() and metrics() are not called equally "
     "often on each rank, and show() on one rank only; fix the task and start over with --fresh"
@@ -46,13 +50,15 @@ class TaskState:
         task: whose it is.
         seed: the run's; `after_step` may draw.
         world: whose ranks must agree.
+        averages: there is a second model, of --ema, made at the start.
 
     Raises:
         Refusal: it could not be saved or loaded.
     """
 
-    def __init__(self, task: Task, seed: int, world: World) -> None:
-        self._task, self._seed, self._world, self._commits, self._unsaved = task, seed, world, 0, set[str]()
+    def __init__(self, task: Task, seed: int, world: World, averages: bool = False) -> None:
+        self._task, self._seed, self._world, self._averages = task, seed, world, averages
+        self._commits, self._unsaved = 0, set[str]()
         saves, loads = (defines(type(task), name) for name in ("state_dict", "load_state_dict"))
         if saves != loads:
             has, lacks = ("state_dict()", "load_state_dict(state)")[:: 1 if saves else -1]
@@ -64,10 +70,10 @@ class TaskState:
         """The loss and its parts of the next step to commit."""
 
     @staticmethod
-    def of(task: Task, seed: int, world: World) -> TaskState | None:
+    def of(task: Task, seed: int, world: World, averages: bool = False) -> TaskState | None:
         """The task's state; None if it defines none of these methods."""
         own = any(defines(type(task), name) for name in ("state_dict", "load_state_dict", "after_step"))
-        return TaskState(task, seed, world) if own else None
+        return TaskState(task, seed, world, averages) if own else None
 
     def _read(self) -> dict[str, Any]:
         returned, name = self._task.state_dict(), f"state_dict() of {type(self._task).__name__}"
@@ -106,7 +112,7 @@ class TaskState:
         """Call the task's `after_step` for a step that all ranks have taken; steps count from 1."""
         self._commits += 1
         looks = self._commits & (self._commits - 1) == 0  # after 1, 2, 4, 8, ... commits, so that the cost vanishes
-        earlier, numbers = (digest(self.now), dict(numbers_of(self._task))) if looks else ("", {})
+        earlier, numbers = (digest(self.now), self._numbers(model)) if looks else ("", {})
         seed_computation(derive(self._seed, "after_step", step), self._world.devices)
         refused = "" if self._task.collectives else "after_step()"
         # a stop would lose changes of buffers and modes
@@ -115,24 +121,37 @@ class TaskState:
             self._task.after_step(model, step, self.losses)
             lost = changed_numbers(then, dict(_put_back(model))) if looks else {}
         if lost:
+            names = listed(list(lost))
             raise EndedHere(
-                f"after_step() changes {listed(list(lost))}, which is put back after it: keep values in attributes of the "
+                f"after_step() changes {names}, which is put back after it: keep values in attributes of the "
                 "task, with state_dict() and load_state_dict(state), and set requires_grad in loss(model, batch, step)"
             )
         if self.now is not None:
             self.now = self._read_later()
         self._mark = digest(self.now) if looks else ""
-        if looks and self._mark == earlier:
-            self._warn_of_unsaved(numbers)
+        if looks:
+            self._warn_of_unsaved(changed_numbers(numbers, self._numbers(model)), self._mark != earlier)
 
-    def _warn_of_unsaved(self, before: Mapping[str, float]) -> None:
-        """Warn if `after_step` has changed numbers of the task, but not what is saved of it."""
-        changed = changed_numbers(before, dict(numbers_of(self._task)))
-        if new := [it for it in (f"self.{name}" for name in changed) if it not in self._unsaved]:
-            self._unsaved |= {*new}
+    def _numbers(self, model: nn.Module) -> dict[str, float]:
+        return dict(all_numbers(self._task, model, self._commits > 1))  # the first call may fill caches
+
+    def _warn_of_unsaved(self, changed: Iterable[str], saved: bool) -> None:
+        """Warn if `after_step` has changed what no checkpoint has; if it has also changed the task's state, which is
+        ``saved``, it is trusted to have it there."""
+        new = [name for name in changed if name not in self._unsaved]
+        own, of_model = ([name for name in new if name.startswith(start)] for start in ("self.", "model."))
+        if own and not saved:
+            self._unsaved |= {*own}
             log.warning(
                 "after_step() changes %s, which state_dict() does not save: a run that is continued has the first "
-                "value again; define state_dict() and load_state_dict(state) with it", listed(new),
+                "value again; define state_dict() and load_state_dict(state) with it", listed(own),
+            )  # fmt: skip
+        if of_model and (self._averages or not saved):
+            self._unsaved |= {*of_model}
+            log.warning(
+                "after_step() changes %s, which is no buffer: a run that is continued, and the model that --ema "
+                "evaluates, have the first value; compute it in loss(model, batch, step) and metrics()",
+                listed(of_model),
             )  # fmt: skip
 
     def compare(self) -> None:
@@ -218,6 +237,23 @@ def numbers_of(owner: Any) -> Iterator[tuple[str, float]]:
             value = value.item()
         if type(value) in (int, float):
             yield name, value
+
+
+def all_numbers(task: Any, model: nn.Module, contents: bool) -> Iterator[tuple[str, float]]:
+    """The numbers of a task and of the model's modules, by name; with ``contents`` also, of the task, the lengths of
+    lists and the sums of tensors. A tensor that grows has another name, and dicts are left out: they may be caches."""
+    modules = ((f"model.{name}".rstrip("."), it) for name, it in model.named_modules())
+    for owner, it in [("self", task), *modules]:
+        yield from ((f"{owner}.{name}", value) for name, value in numbers_of(it))
+    left = MOST_BYTES
+    for name, value in getattr(task, "__dict__", {}).items() if contents else ():
+        if isinstance(value, (list, deque)):
+            yield f"self.{name} (its length)", len(value)
+        # one with a graph is of this step only
+        elif isinstance(value, Tensor) and value.numel() > 1 and is_readable(value) and not value.requires_grad:
+            left -= value.nbytes
+            if left >= 0:
+                yield f"self.{name} {list(value.shape)}", int(word_sum(value))
 
 
 def changed_numbers(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
