@@ -55,6 +55,12 @@ def submitted(run_dir: Path) -> None:
     (run_dir / "slurm" / "job.json").write_text(json.dumps(names | {"submitted": 0.0}))
 
 
+def test_a_run_of_less_than_a_minute_says_so_in_place_of_its_goodput() -> None:
+    header, *rows = typed("status", OLD_RUNS / "finished")[1].splitlines()
+    assert header.endswith("GOODPUT")
+    assert rows[0].endswith("<1 min")
+
+
 def test_random_damage_to_what_a_run_has_written_ends_neither_status_nor_follow(tmp_path: Path) -> None:
     """A few of some thousand that were tried."""
     run_dir, dice = tmp_path / "run", random.Random(1)

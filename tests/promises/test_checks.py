@@ -1,5 +1,6 @@
 """Tasks with mistakes and steps that are not finite end in a line on all ranks, and nothing of them is committed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,17 @@ def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_o
     assert skipped == [(2 * BAD, 1)], "the last step of an epoch has one call"
     assert read(run_dir)["step"] == PLAN.total_steps
     assert all(tensor.isfinite().all() for tensor in model_of(run_dir).values())
+
+
+@needs.no_gpu
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("Mislabelled", r"^evenkeel: rank 0 failed: IndexError: Target 5 is out of bounds .*\(sample 9\)"),
+        ("NotANumber", r"^evenkeel: sample 9 of step \d has values that are not finite$"),
+        ("FailsLater", r"^evenkeel: rank 0 failed: KeyError: 'a part' \(one of the samples \d+, \d+\) at "),
+    ],
+)
+def test_the_samples_of_a_step_that_fails_are_named(tmp_path: Path, task: str, said: str) -> None:
+    (done,) = failed(0, odd_job(task, tmp_path / "run"))
+    assert re.search(said, done.stdout + done.stderr, re.MULTILINE)

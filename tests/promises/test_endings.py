@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import sys
 from pathlib import Path
@@ -176,6 +177,15 @@ def test_ranks_whose_agent_is_killed_during_their_imports_end(tmp_path: Path, ke
     wait_until_gone([*ranks])
     process.communicate()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_an_attempt_after_the_death_of_a_keeper_says_so(run_dir: Path) -> None:
+    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper", "on", "--pause", 0.1), restarts=1))
+    wait_for_step(run_dir, 2, process)
+    os.kill(keepers_of(process)[1], signal.SIGKILL)
+    done = runs.ended(process)
+    assert re.search(r"^attempt 2, 2 ranks, .*, because the keeper of rank 1 was killed$", done.stdout, re.MULTILINE)
 
 
 def test_the_control_a_stock_loop_loses_its_steps(tmp_path: Path) -> None:

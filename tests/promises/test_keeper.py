@@ -81,6 +81,8 @@ def test_a_loop_that_ends_too_early_on_one_rank_says_so(tmp_path: Path, keeper: 
         ("ValueError", False, 9, -signal.SIGALRM, 2),
         ("ValueError", True, 9, 2, 2),
         ("evenkeel.common.errors.EndedHere", True, 9, 2, 1),  # found by a check: certainly a mistake
+        ("AttributeError", True, 9, 2, 1),  # in the code itself
+        ("AttributeError", False, 9, -signal.SIGALRM, 1),
         ("ConnectionError", False, 9, 1, 3),  # the controls: perhaps of a network, and one that goes away
         ("ValueError", True, 1, 0, 2),
     ],

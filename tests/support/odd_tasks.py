@@ -428,3 +428,29 @@ class Queue(BatchNorm):
         model.queue[:, (torch.arange(len(keys)) + first) % 8] = keys.T
         model.queue_ptr[0] = (first + len(keys)) % 8
         return self.entropy(model, batch)
+
+
+class Mislabelled(Usual):
+    """A label of one sample is not a class."""
+
+    def sample(self, index: int) -> Any:
+        return torch.full((3,), index / 13), 5 if index == 9 else index % 2
+
+
+class NotANumber(Usual):
+    """One sample is not finite."""
+
+    def sample(self, index: int) -> Any:
+        return torch.full((3,), torch.nan if index == 9 else index / 13), index % 2
+
+    def test_dataset(self) -> Any:
+        return None
+
+
+class FailsLater(Usual):
+    """A mistake that shows after the first step only."""
+
+    def loss(self, model: nn.Module, batch: Any, step: int = 0) -> Any:
+        if step:
+            raise KeyError("a part")
+        return super().loss(model, batch)

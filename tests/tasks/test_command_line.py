@@ -26,7 +26,7 @@ from evenkeel.common.naming import listed
 from evenkeel.common.processes import can_lose_a_node
 from evenkeel.config import GROUPS, Config, saved_options
 from evenkeel.distributed.attempt_files import forget_error
-from evenkeel.distributed.causes import is_mistake
+from evenkeel.distributed.causes import is_certain, is_mistake
 from evenkeel.distributed.exits import exit_code
 from evenkeel.launch.agent import first_error
 from evenkeel.launch.launchers import MultiNode, option_words
@@ -642,6 +642,21 @@ def from_another(error: Exception, cause: Exception) -> Exception:
 )
 def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again: bool) -> None:
     assert is_mistake(error) == comes_again
+
+
+@pytest.mark.parametrize(
+    ("error", "certain"),
+    [
+        (NameError("name 'softmx' is not defined"), True),
+        (IndexError("Target 12 is out of bounds."), True),
+        (TypeError("'NoneType' object is not subscriptable"), False),  # perhaps an image that was not read
+        (RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"), False),
+        (ValueError("a"), False),
+    ],
+    ids=str,
+)
+def test_only_mistakes_in_the_code_itself_are_not_tried_twice(error: Exception, certain: bool) -> None:
+    assert is_certain(error) == certain
 
 
 @pytest.mark.parametrize(

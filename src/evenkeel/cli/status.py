@@ -58,7 +58,8 @@ class StatusCommand:
 
     Example: python -m evenkeel status runs/sweep --watch
 
-    A run whose processes were killed is "lost", although its status.json says "running".
+    A run whose processes were killed is "lost", although its status.json says "running". GOODPUT is the share of the
+    time that went into steps; a run of less than a minute shows none, because most of that is its start.
     """
 
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
@@ -357,5 +358,5 @@ def _cells(run: RunStatus) -> dict[str, str]:
         "METRICS": shown(headline(run.metrics)),
         "ATTEMPTS": str(run.starts),
         "REQUEUES": str(run.job.requeues) if run.job and run.job.requeues is not None else "",
-        "GOODPUT": "" if run.goodput is None else "-" if run.seconds < YOUNG else f"{run.goodput:.0%}",
+        "GOODPUT": "" if run.goodput is None else "<1 min" if run.seconds < YOUNG else f"{run.goodput:.0%}",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ from ..common.display import say
 from ..common.errors import Ended, EndedHere, Refusal, Uncollated, place_in
 from ..common.naming import owner
 from ..common.user_code import hint
-from .attempt_files import said_first
+from .attempt_files import claim_first_failure, said_first
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
 """In errors about the loss of a rank, which have no type of their own: gloo's are plain RuntimeErrors."""
@@ -22,11 +23,17 @@ BROKEN = r"(?i)/gloo/\S+\].*?\b(connection (?:aborted|closed|refused|reset|timed
 LATE = r"(?i)/gloo/\S+\] ((?:timed out|connect timeout)\b[^.\[\n]*\b)"
 """In those of them about a connection that broke, and about a time-out."""
 
+LOST_KEEPER = "the keeper of rank "
+"""Begins the line about the death of a keeper."""
+
 MISTAKES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
     SystemExit, TypeError, ValueError,
 )  # fmt: skip
 """Errors of code, unless one of another type led to them, or they are torch's own types."""
+
+CERTAIN = (AttributeError, NameError, TypeError)
+"""Those of them that are in the code itself, and not in what it has read."""
 
 OF_MACHINES = (
     r"(?i:out of memory|allocate memory|(?<!torch\.)cuda(?!:\d)|cudnn|cufft|nccl|nvml|nvidia|hip error|timed? ?out"
@@ -92,7 +99,7 @@ def line_of(error: BaseException) -> str:
     """The first line of an error, with our hint, and in plain words if it is gloo's of a lost rank."""
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
     text = "\n".join((f"{name}{error}".strip(), *getattr(error, "__notes__", ())))
-    sample = re.search(r"^\(sample \d+\)$", text, re.M)  # of `Seeded`
+    sample = re.search(r"^\((one of the )?samples? \d.*\)$", text, re.M)  # of `sample_of` and `run.blame`
     first = text.partition("\n")[0].rstrip(".: ")
     if is_loss_of_a_rank(error):
         if gloo := re.search(BROKEN, text):
@@ -114,6 +121,32 @@ def is_loss_of_a_rank(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def claim_lost_keeper(rank: str) -> str:
+    """Record on this node that a rank's keeper was killed, for the next attempt; returns the line."""
+    line = f"{LOST_KEEPER}{rank} was killed"
+    claim_first_failure(line)
+    return line
+
+
+def lost_keeper_before() -> str:
+    """The line with which torchrun's last attempt has ended on this node, if a keeper was killed; else ""."""
+    with contextlib.suppress(KeyError, ValueError):  # no torchrun
+        rank = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent  # in the folder attempt_N
+        last = rank.parent.with_name(f"attempt_{int(rank.parent.name.removeprefix('attempt_')) - 1}")
+        said = said_first(str(last / rank.name / "error.json"))
+        return said if said.startswith(LOST_KEEPER) else ""
+    return ""
+
+
+def is_certain(error: BaseException) -> bool:
+    """Whether a mistake in code would certainly come again: a check has found it, or it is one of a name, of a type or
+    that `hint` knows. Not if a GPU is missing, perhaps for a moment, or None was read in place of data."""
+    if isinstance(error, Ended):
+        return type(error) is Uncollated or (type(error) is EndedHere and not error.__cause__)
+    text = str(error)
+    return not re.search(rf"{NO_GPU}|NoneType", text) and (isinstance(error, CERTAIN) or bool(hint(error)))
 
 
 def is_mistake(error: BaseException | None) -> bool:

@@ -39,7 +39,7 @@ from ..common.processes import (
     under_torchrun,
 )
 from .attempt_files import claim_first_failure, failed_alike, failed_before, shorten_report
-from .causes import is_loss_of_a_rank, is_mistake, print_traceback, reason_of
+from .causes import is_certain, is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
 AGAIN = "; the same error as before: not tried again"
 
@@ -80,22 +80,22 @@ def exit_code(main: Callable[[], int | None]) -> int:
             if speaks and not failed_before(line):
                 print_traceback(error)
             if speaks:
-                say(f"evenkeel: rank {os.environ.get('RANK', '0')} failed: {line}{AGAIN * again}", to_stderr=True)
+                tail = AGAIN * (again and failed_before(line))
+                say(f"evenkeel: rank {os.environ.get('RANK', '0')} failed: {line}{tail}", to_stderr=True)
         shorten_report(line, with_traceback=True)
         return _failed(again)
 
 
 def _comes_again(error: BaseException, line: str) -> bool:
-    """Whether torchrun should not try again: this rank has finished no step, and the error is a mistake in code that a
-    check has found, or with which another attempt has ended. Only on one node: another may have failed otherwise."""
+    """Whether torchrun should not try again: this rank has finished no step, and the error is a mistake in code that
+    is certain, or with which another attempt has ended. Only on one node: another may have failed otherwise."""
     if isinstance(error, EndedForGood):
         return True
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
     if keeper_link.has_sent("progress") or not (alone and is_mistake(error)):
         return False
     restarts_left = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    found = type(error) is Uncollated or (type(error) is EndedHere and not error.__cause__)
-    return (failed_before(line) and failed_alike(line)) or (found and restarts_left)
+    return (failed_before(line) and failed_alike(line)) or (is_certain(error) and restarts_left)
 
 
 def _failed(for_good: bool) -> int:

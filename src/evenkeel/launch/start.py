@@ -18,6 +18,7 @@ from ..common.arguments import some_options
 from ..common.display import say
 from ..common.errors import Refusal
 from ..config import Config
+from ..distributed.causes import lost_keeper_before
 from ..distributed.exits import exit_code, leave
 from ..resilience.forking import unforkable
 from ..resilience.keeper import Keeper
@@ -64,6 +65,8 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
         if reason := _prepare(task) or unforkable():
             keeper_link.note_absence(reason)
         else:
+            if end := lost_keeper_before():
+                os.environ.setdefault(keeper_link.LAST_END, end)
             before = _sources()
             Keeper(train, lambda: _has_changed(before), write_memory_checkpoint).keep()
     train()

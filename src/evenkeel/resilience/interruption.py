@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from ..common import display, keeper_link
 from ..common.processes import STOP_SIGNALS, die_with_parent, heeded_stops, leave_nothing, under_torchrun
+from ..distributed.causes import claim_lost_keeper
 
 STOPPED = 75
 """Exit code of a run that stopped and can be continued (EX_TEMPFAIL in sysexits.h)."""
@@ -152,8 +153,8 @@ class Interruption:
             log.exception("could not save after %s", self.reason)
         finally:
             rank = os.environ.get("RANK", "0")
-            orphaned = self.reason == ORPHANED and rank != "0"  # rank 0 prints a line of its own
-            _exit_now(code, f"the keeper of rank {rank} was killed; torchrun decides" if orphaned else "")
+            line = claim_lost_keeper(rank) if self.reason == ORPHANED else ""
+            _exit_now(code, f"{line}; torchrun decides" if line and rank != "0" else "")  # rank 0 has a line of its own
 
     def _exit_after_grace(self, code: int) -> None:
         time.sleep(self.grace)

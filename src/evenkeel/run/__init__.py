@@ -18,6 +18,7 @@
     sharded_resume.py  each rank's rows, from memory or from files of any number of ranks
     ending.py         finished, stopped, failed or hung: what is saved and recorded
     summary.py        summary.json and the closing line of a finished run
+    blame.py          the samples of a step that has failed
     run_directory.py  the folder: claim and lock it, status.json
     identity.py       whether a job may use the folder: empty, or with the same run in it; moves a run aside
     node_records.py   what the nodes have recorded of a run: whether it goes on or starts over

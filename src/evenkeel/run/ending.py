@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
 
 from ..common import keeper_link
-from ..common.display import near
 from ..common.errors import FAILED, Ended, Refusal, Unfit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory
@@ -23,12 +20,12 @@ from ..distributed.causes import cause_of, is_loss_of_a_rank
 from ..resilience.diagnosis import Diagnosis
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
-from ..training.nonfinite import NonFinite
 from ..training.oom import OutOfMemory, explained
 from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
 from . import crash_loop
 from .attempt import Attempt
+from .blame import say_hints
 from .checkpoint import known_step
 from .checkpointer import Checkpointer
 from .records import read_facts
@@ -185,9 +182,7 @@ class Ending:
     def _record_failure(self, error: BaseException, saved: str, lost: bool = False, **facts: Any) -> None:
         self._record_end("failed", cause_of(error), FAILED, lost, **facts)
         self._attempt.say(f"evenkeel: {'rank 0 lost another rank' if lost else 'failed'} at step {self._step}; {saved}")
-        if isinstance(error, NonFinite) and find_spec(f"{__package__.rpartition('.')[0]}.time_travel"):
-            command = f"python -m {__package__.partition('.')[0]} replay {shlex.quote(str(near(self._attempt.path)))}"
-            self._attempt.say(f"evenkeel: to see where it begins: {command} --step {self._state.step + 1}")
+        say_hints(error, self._attempt, self._state)
 
     def _record_end(self, name: RunState, reason: str, exit_code: int, in_place: bool = False, **facts: Any) -> None:
         lead = self._attempt.lead

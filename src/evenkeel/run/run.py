@@ -47,6 +47,7 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, of_whole_batches
 from . import media
 from .attempt import Attempt
+from .blame import name_samples
 from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, timeouts, warn_of_full_weights
 from .checkpointer import Checkpointer
 from .ending import Ending
@@ -163,6 +164,7 @@ class Run:
             raise
         except BaseException as error:
             interruption.claim_or_wait()  # after a signal other ranks leave, which is no failure
+            name_samples(error, self.attempt, self.state)
             self.ending.failed(error)
             raise
 

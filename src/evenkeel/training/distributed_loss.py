@@ -119,7 +119,7 @@ class DistributedLoss:
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._side_effects = SideEffects(state, loss, not config.verify_every, self._network)
-        self._pass = Pass(None, 0, 0.0)  # of the present micro-batch, or the last one
+        self._pass = Pass(None, MicroBatch(0, 0, 0, 0), 0.0)  # of the present micro-batch, or the last one
         self._sums = StepSums(self.reduction, state.buffers, world.device)  # of the present step
         self._has_gradient = False  # whether it has its gradient, and `step` may come
 
@@ -198,7 +198,7 @@ class DistributedLoss:
     @property
     def last_micro_batch(self) -> tuple[Any, int]:
         """This rank's last batch, as it was loaded, and its samples; (None, 0) before the first."""
-        return self._pass.batch, self._pass.samples
+        return self._pass.batch, self._pass.micro_batch.size
 
     def parameters(self) -> list[nn.Parameter]:
         """All of the model's parameters, for torch's `clip_grad_norm_`."""
@@ -248,7 +248,7 @@ class DistributedLoss:
         return on_device
 
     def _pass_of(self, micro_batch: MicroBatch, batch: Any, last: bool = False) -> Pass:
-        return Pass(batch, micro_batch.size, micro_batch.size / self.plan.step_samples(self._loss.step), last)
+        return Pass(batch, micro_batch, micro_batch.size / self.plan.step_samples(self._loss.step), last)
 
     def _embedded(self, whole: WholeBatch, step: Step, shares: tuple[range, ...]) -> Iterator[Any]:
         """Embed all samples for a whole-batch loss, and yield the batches again, for the second pass."""
@@ -330,7 +330,7 @@ class DistributedLoss:
             yield
         except Exception as error:
             self.state.buffers.rewind()
-            note_batch(error, self._pass.batch)
+            note_batch(error, self._pass.batch, micro_batch=self._pass.micro_batch)
             with seen_at(self._loss.function) if TWICE in str(error) else nullcontext():
                 explain(error, self._network)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -16,10 +17,11 @@ import torch
 
 from ..common.errors import EndedHere, place_of
 from ..common.memory import is_out_of_memory
-from ..common.phases import CHECKPOINT, EVALUATION, activity
+from ..common.phases import CHECKPOINT, COMPUTING, EVALUATION, activity
 from ..common.versions import TORCH_FOR_SHARDING, numbers
 from ..config import Config, unshardable
 from ..data.batch import tensors_in
+from ..data.plan import MicroBatch
 from ..distributed.devices import GIB, describe, own_device
 
 T = TypeVar("T")
@@ -44,9 +46,12 @@ def explaining(main: Callable[[], T]) -> Callable[[], T]:
     return call
 
 
-def note_batch(error: BaseException, batch: Any, remedy: str = "") -> None:
+def note_batch(error: BaseException, batch: Any, remedy: str = "", micro_batch: MicroBatch | None = None) -> None:
     """Attach the phase, the shapes of the batch and a specific remedy to an out-of-memory error that is being raised;
-    an error that already has a remedy is not changed."""
+    an error that already has a remedy is not changed. To another error in a training step, attach its micro-batch."""
+    if micro_batch and activity.phase == COMPUTING:
+        with contextlib.suppress(Exception):  # its attributes may be read-only
+            error.micro_batch = (batch, micro_batch)  # type: ignore[attr-defined]
     if is_out_of_memory(error) and not getattr(error, "remedy", ""):
         activity.attach_phase(error)
         error.remedy = remedy  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.plan import MicroBatch
 from ..distributed.reduction import Reduction
 from ..distributed.tree import Fold, Node
 from .buffers import Buffers
@@ -20,7 +21,7 @@ class Pass:
     """A micro-batch on its way through the model, forward and backward."""
 
     batch: Any  # as it was loaded
-    samples: int
+    micro_batch: MicroBatch
     weight: float  # its samples / the step's samples
     last: bool = False  # this rank's last one of the step: its backward pass also reduces the gradients
     part_values: Tensor | None = None  # of its loss, of shape [parts], if that has named parts

@@ -1,0 +1,99 @@
+"""Which samples a failed step had: looked up only when it has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ..common.display import near
+from ..data.batch import collate, tensors_in
+from ..data.data_digest import TRAINING
+from ..data.dataset import inner_index
+from ..data.streams import stream_of
+from ..distributed.causes import is_mistake
+from ..training.nonfinite import NonFinite
+from .attempt import Attempt
+from .chain import samples_of, whole_steps
+
+if TYPE_CHECKING:
+    from ..training.state import State
+
+SHOWN = 8
+"""Samples that a line names."""
+
+SEARCH_SECONDS = 5.0
+"""For reading the samples of a step again."""
+
+
+def name_samples(error: BaseException, attempt: Attempt, state: State) -> None:
+    """Add a note with the samples to a mistake in the loss of one micro-batch, which `reason_of` puts into its line.
+
+    The sample of a label that torch names; else all of the micro-batch, unless it is the first step: what fails there
+    is most likely wrong for every sample.
+    """
+    batch, where = getattr(error, "micro_batch", (None, None))
+    if where is None or not is_mistake(error):
+        return
+    with contextlib.suppress(Exception):  # attributes of the error or the data set may not be as usual
+        if not (numbers := _numbers(attempt, state, where.step)):
+            return
+        mine, label = numbers[where.id], re.search(r"Target (-?\d+) is out of bounds", str(error))
+        suspects = _with_value(batch, int(label[1]), mine) if label else mine * bool(where.step)
+        if suspects:
+            note = f"({_listed(suspects, attempt)})"
+            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+def say_hints(error: BaseException, attempt: Attempt, state: State) -> None:
+    """Say on rank 0, after a step that was not finite, which of its samples are not, and the command that looks into
+    it."""
+    if not (isinstance(error, NonFinite) and attempt.lead):
+        return
+    step, package = state.step, __package__.partition(".")[0]
+    with contextlib.suppress(Exception):  # the search may read what cannot be read
+        if bad := _not_finite(attempt, state, step):
+            attempt.say(f"evenkeel: {_listed(bad, attempt)} of step {step + 1} has values that are not finite")
+    if find_spec(f"{package}.time_travel"):
+        command = f"python -m {package} replay {shlex.quote(str(near(attempt.path)))} --step {step + 1}"
+        attempt.say(f"evenkeel: to see where it begins: {command}")
+
+
+def _numbers(attempt: Attempt, state: State, step: int) -> list[list[int]]:
+    """The samples of a step, by micro-batch; none for data without numbers."""
+    dataset = attempt.sets[TRAINING]
+    if stream_of(dataset) or state.refresh:
+        return []
+    plan = attempt.plan
+    return samples_of(whole_steps(dataset, attempt.config, plan.micro_batch, plan.full_count), step)
+
+
+def _with_value(batch: Any, value: int, numbers: list[int]) -> list[int]:
+    """The samples of a batch that have this value in a tensor of whole numbers."""
+    whole = [it for it in tensors_in(batch) if not it.is_floating_point() and it.dim() and len(it) == len(numbers)]
+    rows = {row for it in whole for row in it.reshape(len(numbers), -1).eq(value).any(1).nonzero().flatten().tolist()}
+    return [numbers[row] for row in sorted(rows)]
+
+
+def _not_finite(attempt: Attempt, state: State, step: int) -> list[int]:
+    """The samples of a step that have values that are not finite, as far as they can be read in time."""
+    dataset, until = attempt.sets[TRAINING], time.monotonic() + SEARCH_SECONDS
+    found = []
+    for number in [number for part in _numbers(attempt, state, step) for number in part]:
+        if time.monotonic() > until:
+            break
+        if not all(tensor.isfinite().all() for tensor in tensors_in(collate([dataset[number]]))):
+            found.append(number)
+    return found
+
+
+def _listed(samples: list[int], attempt: Attempt) -> str:
+    """Such as "sample 7" or "one of the samples 1, 2, 3", as the user's own data set counts them."""
+    shown = [str(inner_index(attempt.sets[TRAINING], number)) for number in samples[:SHOWN]]
+    if len(samples) == 1:
+        return f"sample {shown[0]}"
+    more = f" and {len(samples) - SHOWN} more" if len(samples) > SHOWN else ""
+    return f"one of the samples {', '.join(shown)}{more}"
