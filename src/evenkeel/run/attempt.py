@@ -141,7 +141,7 @@ class Attempt:
             return
         if (mine := self._directory) and mine.recorded:
             # after a restart the state may be in memory only, and "stopped" would make the run look untrained
-            state: RunState = "stopped" if mine.attempts == 1 else "running"
+            state: RunState = "stopped" if mine.attempts == 1 or mine.untrained else "running"
             with contextlib.suppress(OSError):
                 mine.update(state, reason=reason, **crash_loop.CLEARED)
         self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
