@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from tests.support.processes import (
     TRAIN,
     finish,
     fork_ranks,
+    names_in,
     read,
     records,
+    run,
     start,
     torchrun,
     wait_until,
@@ -155,6 +158,40 @@ def test_workers_whose_agent_is_killed_save_and_end(run_dir: Path, keepers_too: 
     wait_until_gone([*keepers, *below])
     process.communicate()
     assert saved_step(run_dir) >= told_step(run_dir)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_twice_while_it_starts_still_takes_other_options(tmp_path: Path) -> None:
+    """The stop comes when it forks its loader process, which it does once the start is recorded."""
+    stops = """
+    import json, pathlib
+
+    def stop():
+        status = pathlib.Path(__file__).with_name("run") / "status.json"
+        if "STOP" in os.environ and status.exists() and json.loads(status.read_text())["state"] == "running":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+
+    os.register_at_fork(before=stop)
+    """
+    task, run_dir = runs.own_task(tmp_path, before=textwrap.dedent(stops)), tmp_path / "run"
+    words = [sys.executable, TRAIN, *job(run_dir, "--task", task, "--num-workers", 1, "--max-steps", 2)]
+    for _ in range(2):
+        done = run(words, env=runs.OWN | {"STOP": "1"}, expect=75)
+        assert "stopped by SIGTERM while starting" in done.stdout
+        assert read(run_dir, "status.json")["state"] == "stopped"
+    run([*words, "--seed", 5], env=runs.OWN)
+
+
+def test_a_run_that_finishes_deletes_what_a_killed_writer_has_left(tmp_path: Path) -> None:
+    body = """
+    def loss(self, model, batch):
+        folder = os.path.join(os.path.dirname(__file__), "run", "checkpoints", ".step-00000001.0.tmp")
+        os.makedirs(folder, exist_ok=True)
+        return super().loss(model, batch)
+    """
+    run([sys.executable, TRAIN, *job(tmp_path / "run", "--task", runs.own_task(tmp_path, body))], env=runs.OWN)
+    assert not [name for name in names_in(tmp_path / "run" / "checkpoints") if name.startswith(".")]
 
 
 @pytest.mark.slow

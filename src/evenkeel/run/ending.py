@@ -31,7 +31,7 @@ from .checkpointer import Checkpointer
 from .records import read_facts
 from .run_directory import RunDirectory, RunState, mark_failed
 from .saver import SAVED
-from .state_files import dump
+from .state_files import clean, dump
 from .step_log import StepLog
 from .summary import report_finished, summary_of
 
@@ -95,6 +95,8 @@ class Ending:
         """Write the files of a finished run, with the reason if it stopped early. Returns its ledger."""
         state, path = self._state, self._attempt.path
         self._saver.save_last(state, metrics)
+        with contextlib.suppress(OSError):
+            clean(self._saver.checkpoints.folder)  # no start will delete what a killed writer has left there
         directory.advance("running", state.step)
         activity.enter(CHECKPOINT, "model.pt", self._checkpointer.patience())
         write_atomically(path / "model.pt", lambda file: dump(weights, file))
