@@ -39,6 +39,7 @@ from ..common.naming import BIT_FLIPS, name_ranks
 from ..common.phases import VERIFICATION, activity
 from ..config import Config
 from ..distributed.devices import describe, node_name
+from ..resilience.memory_checkpoint import rank_memory
 from ..training.digest import digests, on_host
 from ..training.state import State
 from ..training.task import Task
@@ -248,6 +249,9 @@ class Verification:
         for path in wrong:
             with contextlib.suppress(FileNotFoundError):  # nodes may share the folder
                 set_aside(path, WRONG)
+        for kind, facts in [*rank_memory.facts.items()]:  # what the disk has refused: the keeper would write it
+            if facts["step"] >= self._agreed_step:
+                rank_memory.discard(kind)
         return bool(wrong)
 
     def _report(self, step: int, found: str, suspects: Sequence[int], who: Sequence[Who], sure: bool) -> str:
