@@ -47,6 +47,29 @@ def test_the_cores_are_divided_unless_the_user_says_otherwise(tmp_path: Path) ->
     assert threads(*alone, OMP_NUM_THREADS="2") == {"2 2 1"}
 
 
+MACOS = """
+import os, signal, sys, types
+for module, names in (
+    (os, "eventfd memfd_create pidfd_open posix_fadvise posix_fallocate sched_getaffinity sched_setaffinity"),
+    (signal, "pidfd_send_signal sigtimedwait sigwaitinfo SIGPWR SIGRTMAX SIGRTMIN SIGSTKFLT"),
+):
+    for name in names.split():
+        vars(module).pop(name, None)
+sys.modules["triton"] = None
+sys.modules["_scproxy"] = types.SimpleNamespace(_get_proxies=dict, _get_proxy_settings=dict)
+sys.platform = "darwin"
+"""
+
+
+def test_a_job_trains_without_what_only_linux_has(tmp_path: Path, run_dir: Path) -> None:
+    """As on a Mac, except /proc. `launch/single_node.py` is what `make train` calls."""
+    (tmp_path / "sitecustomize.py").write_text(MACOS)
+    words = ["-g", "2", "--max-restarts", "0", "--", *job(run_dir, "--max-steps", "2")]
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    run([sys.executable, TRAIN.parent / "launch" / "single_node.py", *words], env=env)
+    assert read(run_dir)["step"] == 2
+
+
 def test_a_continued_run_keeps_its_count(run_dir: Path) -> None:
     """The environment of these tests says one thread."""
     long = ["--schedule", "constant", "--max-steps"]

@@ -244,7 +244,7 @@ def orphaned_within(seconds: float, parent: int) -> bool:
 
 def count_cores() -> int:
     """Cores that this process may use, by its affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, max(1, quota // period))

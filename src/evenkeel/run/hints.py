@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..common.phases import activity
+from ..common.processes import count_cores
 from ..config import Config
 from ..data.plan import Plan
 from ..distributed.world import World
@@ -79,7 +79,7 @@ def measure(config: Config, plan: Plan, world: World) -> Figures:
         memory=memory,
         micro_batches=len(plan.shares(0, world.world_size)[0]),
         num_workers=config.num_workers,
-        cores=len(os.sched_getaffinity(0)) // world.local_world_size,
+        cores=count_cores() // world.local_world_size,
         eval_every=0 if config.patience else config.eval_every or plan.steps_per_epoch,
         checkpoint_every=0 if config.digest_every else config.checkpoint_every,  # digests count as checkpoints
     )

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import socket
 import sys
 from dataclasses import replace
@@ -156,6 +157,15 @@ def test_the_owner_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SUDO_GID", "56")
     own = (55, 56) if os.getuid() == 0 else (os.getuid(), os.getgid())  # a user's own variable means nothing
     assert (Host.here(tmp_path).uid, Host.here(tmp_path).gid) == own
+
+
+def test_a_machine_without_shared_memory_leaves_its_size_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Mac. Its engine runs in a virtual machine."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: os.stat(f"/nowhere{path}"))
+    argv = engine_command("-g", "2", "--runs", str(tmp_path), host=Host.here(tmp_path))
+    assert not any("shm-size" in word for word in argv)
 
 
 def run(tmp_path: Path, *words: object, ends: int = 0) -> tuple[Done, list]:

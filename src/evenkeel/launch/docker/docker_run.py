@@ -7,11 +7,13 @@ the network and the GPUs are known.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,7 +43,7 @@ class Host:
     gpus: bool
     infiniband: bool
     lockable: bool  # a process here may lock all its memory
-    shm: int  # bytes of /dev/shm
+    shm: int  # bytes of /dev/shm; 0: there is none
 
     @staticmethod
     def here(runs: Path, devices: Path = Path("/dev")) -> Host:
@@ -54,15 +56,18 @@ class Host:
             uid, gid = runs.stat().st_uid, runs.stat().st_gid
         # a daemon's own limits are not visible, but are not below those of its host
         unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        capabilities, shm = None, 0
+        with suppress(OSError):  # macOS has neither
+            capabilities = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+            shm = shutil.disk_usage("/dev/shm").total  # noqa: S108
         return Host(
             uid=uid,
             gid=gid,
             root=os.geteuid() == 0,
             gpus=(devices / "nvidiactl").exists(),
             infiniband=(devices / "infiniband").is_dir(),
-            lockable=unlimited or bool(int(status["CapEff"], 16) >> 24 & 1),  # CAP_SYS_RESOURCE
-            shm=shutil.disk_usage("/dev/shm").total,  # noqa: S108
+            lockable=unlimited or bool(capabilities and int(capabilities[1], 16) >> 24 & 1),  # CAP_SYS_RESOURCE
+            shm=shm,
         )
 
 
@@ -105,13 +110,14 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
     if typed.doctor and typed.detach:
         raise Refusal("--doctor --detach: every restart would check again; check once without --detach")
     podman = typed.engine == "podman"
+    shm = typed.shm_size or (f"{host.shm >> 20}m" if host.shm else "")
     options = [
         f"--user={host.uid}:{host.gid}",
         "--read-only",
         "--tmpfs=/tmp:rw,exec,mode=1777",  # exec: for compiled code
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",
-        "--ipc=host" if typed.shm_size == "host" else f"--shm-size={typed.shm_size or f'{host.shm >> 20}m'}",
+        *(["--ipc=host"] if typed.shm_size == "host" else [f"--shm-size={shm}"] if shm else []),
         f"--stop-timeout={SHUTDOWN_SECONDS + 15}",  # from `docker stop` to SIGKILL
         *(["--detach", f"--restart=on-failure:{RETURNS}"] if typed.detach else ["--rm"]),
     ]
