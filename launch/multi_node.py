@@ -2,7 +2,9 @@
 """Start this node's share of a training job:  launch/multi_node.py -n 2 -nr 0 --master HOST -- --epochs 5."""
 
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 from interpreter import REPOSITORY, need_evenkeel
 
 need_evenkeel()

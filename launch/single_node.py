@@ -2,7 +2,9 @@
 """Start a training job on this machine:  launch/single_node.py -g 4 -- --epochs 5."""
 
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 from interpreter import REPOSITORY, need_evenkeel
 
 need_evenkeel()

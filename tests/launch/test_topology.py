@@ -210,6 +210,16 @@ def test_without_evenkeel_the_checkouts_python_takes_over(elsewhere: Path) -> No
     assert done.stdout == f"{elsewhere} -g 4\n"
 
 
+def test_a_damaged_environment_is_tried_once(elsewhere: Path) -> None:
+    """Without pyvenv.cfg its Python does not know the packages."""
+    (elsewhere.parents[1] / ".venv" / "bin").mkdir(parents=True)
+    (elsewhere.parents[1] / ".venv" / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    argv = [Path(sys.executable).resolve(), elsewhere, "-g", "4"]
+    env = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(REPOSITORY / "none")}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=20)
+    assert done.stderr == "evenkeel: is not installed here; run: make setup\n"
+
+
 @pytest.mark.parametrize("found", [False, True], ids=["nothing", "only src"])
 @pytest.mark.parametrize("typed", ["launch/single_node.py", "train.py", "-m evenkeel"])
 def test_without_the_environment_there_is_one_line_with_the_remedy(elsewhere: Path, typed: str, found: bool) -> None:

@@ -163,7 +163,7 @@ def test_a_machine_without_shared_memory_leaves_its_size_to_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Mac. Its engine runs in a virtual machine."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: os.stat(f"/nowhere{path}"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Path(f"/nowhere{path}").stat())
     argv = engine_command("-g", "2", "--runs", str(tmp_path), host=Host.here(tmp_path))
     assert not any("shm-size" in word for word in argv)
 
