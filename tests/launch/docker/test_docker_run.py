@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -166,6 +167,12 @@ def test_a_machine_without_shared_memory_leaves_its_size_to_the_engine(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Path(f"/nowhere{path}").stat())
     argv = engine_command("-g", "2", "--runs", str(tmp_path), host=Host.here(tmp_path))
     assert not any("shm-size" in word for word in argv)
+
+
+def test_the_services_of_compose_have_different_gpus() -> None:
+    text = (ROOT / "docker" / "compose.yaml").read_text()
+    assert re.findall(r"device_ids: (\[.*?\])", text) == ['["0"]', '["1"]']
+    assert "count:" not in text
 
 
 def run(tmp_path: Path, *words: object, ends: int = 0) -> tuple[Done, list]:
