@@ -13,6 +13,8 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 SLOW := bare cluster docker k8s nodes processes gpu
 GATE := cluster docker k8s nodes promises processes
 ARGS ?=
+# for a Python before 3.10: an environment that it has made stays as it is, as that may be somebody's
+NEW := import sys; sys.exit("needs Python 3.10 or newer; remove $(VENV), then: make setup PYTHON=python3.12" * (sys.version_info < (3, 10)))
 
 .PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
   docs lock
@@ -24,7 +26,9 @@ setup: $(INSTALLED)  ## create .venv with the locked versions
 # The lock is applied as constraints, so that packages which one platform does not need are not installed there.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@df -Pk . | awk 'NR == 2 && $$4 < 12e6 {printf "make setup: only %.1f GB are free here; it may need 12 GB\n", $$4 / 1e6}'
+	@$(PYTHON) -c '$(NEW)'
 	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c '$(NEW)'
 	@echo 'make setup: up to 6 GB; once all is downloaded, pip prints nothing for some minutes'
 	$(BIN)/pip install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@

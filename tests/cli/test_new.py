@@ -4,8 +4,10 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from itertools import product
 from pathlib import Path
@@ -100,6 +102,39 @@ def test_first_thing_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
     assert f"  cd '{tmp_path}/my work/tide' && make train\n" in project.next_steps(tmp_path / "my work" / "tide", [])
+
+
+@needs.tools("make")
+@pytest.mark.parametrize("makefile", ["the project's", "the repository's"])
+def test_an_old_python_makes_no_environment(makefile: str, folder: Path) -> None:
+    if makefile != "the project's":
+        shutil.copy(ROOT / "Makefile", folder)
+    (folder / "requirements.lock").touch()
+    old = folder / "python3.9"
+    code = "import sys; sys.version_info = (3, 9, 18); exec(sys.argv[1])"
+    old.write_text(f"#!/bin/sh\nshift\nexec {sys.executable} -c '{code}' \"$@\"\n")
+    old.chmod(0o755)
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(["make", "setup", f"PYTHON={old}"], capture_output=True, text=True, check=False, env=own)
+    assert "needs Python 3.10 or newer; remove .venv, then: make setup PYTHON=python3.12" in done.stderr
+    assert not (folder / ".venv").exists()
+
+
+@needs.tools("make")
+def test_the_lock_has_no_path_of_this_machine(folder: Path, tmp_path: Path) -> None:
+    info = "tiny-1.0.dist-info"
+    with zipfile.ZipFile(tmp_path / "tiny-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    stamp = folder / subprocess.check_output(["make", "-n", "setup"], text=True, env=own).split()[-1]
+    venv.create(folder / ".venv", with_pip=True)
+    pip = [folder / ".venv" / "bin" / "python", "-m", "pip", "install", "-q", "--no-index"]
+    subprocess.run([*pip, tmp_path / "tiny-1.0-py3-none-any.whl"], check=True, env=own | {"PYTHONPATH": ""})
+    stamp.touch()
+    subprocess.run(["make", "lock"], check=True, env=own | {"PYTHONPATH": ""})
+    assert (folder / "requirements.lock").read_text() == "tiny==1.0\n"
 
 
 @needs.tools("make")
