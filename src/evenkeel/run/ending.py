@@ -1,4 +1,16 @@
-"""How a run ends: finished, stopped by a signal, failed, or hung. All save and report the last finished step."""
+"""How a run ends, and what becomes of the last finished step. Without a keeper, or memory, "memory" is the disk.
+
+end                              saved by       to              status     code     next (`Keeper._handle_end`)
+finished                         main           disk, model.pt  finished   0        the end, unless a rank has died
+stop signal                      rescue         disk            stopped    75       the end
+REGROUP: another rank has died   rescue         memory          stopped    75       in place
+a collective raised for that     main           memory          failed     1        in place, if confirmed
+hang                             rescue         memory          failed     1        in place, if within reach
+error, NaN, out of memory        main           disk            failed     1        torchrun decides (`exits`)
+`Unfit`: its bits may be wrong   -              nowhere         failed     1        torchrun decides
+killed                           other ranks'   memory          as before  -signal  in place
+--grace is over                  as far as the end got          as before  its own  as without a "hang" message
+"""
 
 from __future__ import annotations
 
