@@ -7,9 +7,9 @@ this if all processes die. The file is in no folder and has no size limit; the k
 or when the run has come further (`KeeperMemory.discard`) and no child writes it. A checkpoint that is being written and
 a rescue have a file each: the disk may hang under the first while the second is stored.
 
-    rank        RankMemory.store      write a state, instead of or before a checkpoint
-    keeper      KeeperMemory          what its rank, here its trainer, has stored; a child writes it to the disk
-    next rank   RankMemory.previous   the same, to start from
+    keeper    prepare: memfd -- fork ------------ end -- adopt -+- fork: writer, to the disk (closed when both are done)
+    trainer                     store, discard, store ..        +- fork: next trainer: previous, discard_previous
+    keeper                                                      +- "progress": discard
 
 A sharded run stores each step of each rank instead, in two slots that all ranks of a keeper share (`training.slots`).
 """
