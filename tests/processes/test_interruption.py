@@ -198,7 +198,7 @@ def test_a_signal_is_heard_where_no_thread_can_start() -> None:
     program = """if True:
         import os, resource, signal, time
         from evenkeel.resilience.interruption import Interruption
-        Interruption(5.0).rescue_with(lambda why: print("saved after", why(), flush=True))
+        Interruption(5.0).on_stop(lambda why: print("saved after", why(), flush=True))
         os.getuid() or os.setuid(65534)  # root may start as many as it likes
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
         os.kill(os.getpid(), signal.SIGTERM)

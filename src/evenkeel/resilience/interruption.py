@@ -44,8 +44,9 @@ ERROR = "an error"
 PRESS_WINDOW = 1.0
 """Seconds within which interrupts count as one Ctrl-C: `timeout` and others add one to the terminal's."""
 
-Rescue = Callable[[Callable[[], str]], None]
-"""Saves the last finished step. Its argument returns the reason: a stop signal may still come after REGROUPING."""
+OnStop = Callable[[Callable[[], str]], None]
+"""What a stop signal calls. Its argument is a function, because the reason may change meanwhile: from REGROUPING to a
+stop signal."""
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Interruption:
         self.grace = grace
         self.reason = ""
         """Why this process is ending, if it is: a signal's name, a hang, an error, or REGROUPING."""
-        self._rescue: Rescue = lambda _why: None
+        self._on_stop: OnStop = lambda _why: None
         self._deciding = threading.Lock()
         self._receive_signals()
 
@@ -87,19 +88,19 @@ class Interruption:
         signal.signal(number, pass_on)
         signal.siginterrupt(number, False)
 
-    def rescue_with(self, rescue: Rescue) -> None:
+    def on_stop(self, act: OnStop) -> None:
         """Register what a thread calls before the process ends with :data:`STOPPED`."""
-        self._rescue = rescue
+        self._on_stop = act
 
-    def begin_end(self, reason: str, rescue: Callable[[], None], code: int) -> None:
+    def begin_end(self, reason: str, act: Callable[[], None], code: int) -> None:
         """End this process as a signal would, unless it is ending already.
 
-        A thread, or this one if none can be started, calls `rescue`, which has `grace` seconds, and exits with `code`.
+        A thread, or this one if none can be started, calls `act`, which has `grace` seconds, and exits with `code`.
 
             reason so far    then
-            none             this is the reason, and a thread begins the rescue
+            none             this is the reason, and a thread acts
             ERROR            the main thread is saving, and has `grace` seconds from now on
-            REGROUPING       a stop signal becomes the reason of the same rescue
+            REGROUPING       a stop signal becomes the reason of the same end
             another          nothing
         """
         with self._deciding:
@@ -111,9 +112,9 @@ class Interruption:
                 threading.Thread(target=self._exit_after_grace, args=(code,), name="grace", daemon=True).start()
         if not before:
             try:
-                threading.Thread(target=self._end, args=(rescue, code), name="rescue", daemon=True).start()
+                threading.Thread(target=self._end, args=(act, code), name="rescue", daemon=True).start()
             except RuntimeError:
-                self._end(rescue, code)
+                self._end(act, code)
 
     def claim_or_wait(self) -> None:
         """Make an error in the main thread the reason of the end; a signal then only gives it `grace` seconds.
@@ -142,13 +143,13 @@ class Interruption:
                     reason = ORPHANED
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
-            self.begin_end(reason, partial(self._rescue, lambda: self.reason), STOPPED)
+            self.begin_end(reason, partial(self._on_stop, lambda: self.reason), STOPPED)
             if number != keeper_link.REGROUP:
                 keeper_link.send("stop")  # after the end has its limit: a keeper may not read
 
-    def _end(self, rescue: Callable[[], None], code: int) -> None:
+    def _end(self, act: Callable[[], None], code: int) -> None:
         try:
-            rescue()
+            act()
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:

@@ -127,7 +127,7 @@ class Run:
         with no_exit():
             attempt, state, why_not_meta = _built(config, task)
             world, training_set = attempt.world, attempt.sets[TRAINING]
-            interruption.rescue_with(attempt.stopped)
+            interruption.on_stop(attempt.stopped)
             with closing(attempt), world.connected(*timeouts(config, world.world_size, state)) as store:
                 with attempt.failure_recorded():
                     finished = attempt.begin(partial(find_micro_batch, config, task, world, training_set, state))
@@ -137,12 +137,12 @@ class Run:
                     run = cls(attempt, task, state, started, finished)
                     shard(state, task, world, config)
                 if finished:
-                    interruption.rescue_with(lambda _why: None)
+                    interruption.on_stop(lambda _why: None)
                     yield run
                     return
                 # after `begin`, which opens the logs
                 warn_of_full_weights(state, world, why_not_meta)
-                interruption.rescue_with(run.ending.stopped)
+                interruption.on_stop(run.ending.stopped)
                 with ExitStack() as stack, run._finish_or_rescue(interruption):
                     run._resume()
                     # `stack` is outside of the rescue, so the watch ends after it
