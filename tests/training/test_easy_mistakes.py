@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import TRAIN, Done, run_forked
-from tests.support.small_runs import model_of, options, told_step
+from evenkeel.run.manifest import load, step_folders
+from tests.support.processes import TRAIN, Done, records, run_forked
+from tests.support.small_runs import evaluation_of, model_of, options, told_step
 
 BEFORE = """
 from collections import deque
@@ -236,3 +237,124 @@ def test_a_number_of_the_model_that_is_saved_is_named_where_another_model_is_eva
 ) -> None:
     err = train(tmp_path, SAVED, "--ema", ema).stderr
     assert ("after_step() changes model.0.temperature, which is no buffer" in err) == (ema > 0)
+
+
+COUNTING = """
+    def optimizers(self, model: Any, config: Any) -> Any:
+        class Counting(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                self.state["steps"] = self.state["steps"] + 1 if "steps" in self.state else 1
+                return super().step()
+
+        return Counting(model.parameters(), lr=0.1, momentum=0.9)
+"""
+
+
+def test_an_optimizer_with_a_value_of_its_own_goes_on(tmp_path: Path) -> None:
+    for name, steps in (("run", 4), ("run", 8), ("plain", 8)):
+        words = ["--schedule", "constant", "--run-dir", tmp_path / name, "--max-steps", steps]
+        train(tmp_path, COUNTING, *words)
+    found, plain = (load(step_folders(tmp_path / name / "checkpoints")[-1]) for name in ("run", "plain"))
+    assert found["optimizers"][0]["state"]["steps"] == 8
+    assert all(found["model"][name].equal(value) for name, value in plain["model"].items())
+
+
+STEPS = """
+    def loss(self, model: Any, batch: Any, step{default}) -> Any:
+        return super().loss(model, batch), {{"step": float(step)}}
+"""
+WHOLE = """
+    def loss(self, *_: Any) -> Any: ...
+    loss = Task.loss
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        return model(batch[0])
+
+    def batch_loss(self, embeddings: Any, step{default}) -> Any:
+        return embeddings.square().mean(), {{"step": float(step)}}
+"""
+
+
+@pytest.mark.parametrize("body", [STEPS.format(default="=0"), STEPS.format(default=""), WHOLE.format(default="=0")])
+def test_an_evaluation_of_the_loss_has_the_number_of_the_last_step(tmp_path: Path, body: str) -> None:
+    train(tmp_path, body, "--eval-every", 3)
+    assert [it["test/step"] for it in records(tmp_path / "run", "eval")] == [2, 5, 7]
+    done = train(tmp_path, body, "--eval-every", 3, "--eval-only")
+    assert evaluation_of(done)["metrics"]["test/step"] == 7
+
+
+@pytest.mark.parametrize("group", ["'lr': None", "'rate': 0.1"])
+def test_an_optimizer_without_a_rate_is_refused(tmp_path: Path, group: str) -> None:
+    body = "    def optimizers(self, model: Any, config: Any) -> Any:\n        "
+    body += f"return torch.optim.Optimizer(model.parameters(), {{{group}}})\n"
+    line = train(tmp_path, body, expect=2).stderr
+    assert line.startswith("evenkeel: optimizers()[0] has lr = None, but each step sets it, to that number times the")
+
+
+DROPS = """
+    def train_dataset(self) -> Any:
+        return [(*pair, number) for number, pair in enumerate(super().train_dataset())]
+
+    test_dataset = train_dataset
+
+    def collate(self, samples: Any) -> Any:
+        kept = [it for it in samples if it[2] % 2 or not {drops}]
+        return torch.stack([it[0] for it in kept]), torch.stack([it[1] for it in kept])
+"""
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_collate_that_leaves_samples_out_is_named_once(tmp_path: Path, drops: bool) -> None:
+    body = DROPS.format(drops=drops)
+    err = train(tmp_path, body, "--micro-batch", 8).stderr
+    assert err.count("if it leaves samples out, they count all the same in the weights of") == drops
+
+
+FORCES = """
+    def metrics(self, model: Any, batch: Any) -> Any:
+        x = batch[0].requires_grad_()
+        {around}:
+            return {{"loss": torch.autograd.grad(model(x).sum(), x)[0].square().mean(1)}}
+"""
+
+
+def test_gradients_in_an_evaluation_are_explained(tmp_path: Path) -> None:
+    err = train(tmp_path, FORCES.format(around="if True"), expect=1).stderr
+    assert "an evaluation has no gradients: where metrics need them, use `with torch.enable_grad():`" in err
+    train(tmp_path, FORCES.format(around="with torch.enable_grad()"))
+
+
+MODEL = "    def model(self) -> Any:\n        model = super().model()\n        {0}\n        return model\n"
+
+
+def test_an_expanded_buffer_is_refused(tmp_path: Path) -> None:
+    line = train(tmp_path, MODEL.format("model.register_buffer('m', torch.ones(1, 1).expand(3, 3))"), expect=2).stderr
+    assert "whose m is an expanded tensor, which cannot be loaded: clone() it in model()" in line
+    train(tmp_path, MODEL.format("model.register_buffer('m', torch.ones(1, 1).expand(3, 1).T[:0])"))
+
+
+MERGES = """
+    def model(self) -> Any:
+        class Lora(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(4, 8)
+                self.a, self.b = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(8, 2))
+                self.merged = False
+
+            def train(self, mode: bool = True) -> Any:
+                if {merges} and mode == self.merged:
+                    self.weight.data += (-1 if mode else 1) * self.b @ self.a
+                    self.merged = not mode
+                return super().train(mode)
+
+            def forward(self, x: Any) -> Any:
+                return super().forward(x) + (0 if self.merged else x @ self.a.T @ self.b.T)
+
+        return nn.Sequential(Lora(), nn.Tanh(), nn.Linear(8, 2))
+"""
+
+
+def test_a_module_that_merges_weights_to_evaluate_is_refused(tmp_path: Path) -> None:
+    line = train(tmp_path, MERGES.format(merges=True), expect=2).stderr
+    assert line.startswith("evenkeel: 0 is a Lora, whose eval() changes parameters, so each evaluation would change")
+    train(tmp_path, MERGES.format(merges=False))

@@ -215,7 +215,7 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], parameters: I
     optimizer.load_state_dict({**saved, "param_groups": merged})
     _restore_dtypes(optimizer, saved)
     for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
+        for name, value in kept.items() if isinstance(kept, dict) else ():  # or a value of the optimizer as a whole
             # fused optimizers go through memory in its order; with channels last the saved order may differ
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
