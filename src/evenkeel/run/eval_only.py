@@ -87,21 +87,22 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
                 return read_chosen(model, run_dir, config.checkpoint, task_state)
             return _read_newest(model, checkpoints, task_state)
 
-        loaded = read_for_all(model, world, read, holder, task_state)
+        weights, how = read_for_all(model, world, read, holder, task_state)
+        step = re.search(r"\bstep-(\d+)", weights)
+        activity.step = int(step[1]) if step else 0  # a loss may depend on it
         placed = place(model, config, world.devices)
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
             evaluation = evaluation_of(task, model, dataset, config, world, name)
             metrics |= evaluation.named(evaluation())
     if world.rank == 0:
-        samples, (weights, how) = sum(map(len, sets.values())), loaded
+        samples = sum(map(len, sets.values()))
         say(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
         for note in filter(None, (placed, substitute(config.precision, world.device))):
             say(f"evenkeel: {note}")
         if others := "" if path else _other_options(config, task):
             say(f"evenkeel: WARNING: evaluated with {others}; add the run's options")
         say(f"evenkeel: evaluated {samples} samples: {shown(metrics)}")
-        step = re.search(r"\bstep-(\d+)", weights)
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         result = {"weights": weights, "step": int(step[1]) if step else None, "samples": samples}
         say(json.dumps({"evaluation": result | {"metrics": values}}))

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from torch import Tensor, nn
 
 from ..common.errors import Refusal, seen_at
-from .checks import checked_losses, one_number
+from ..common.phases import activity
+from .checks import checked_losses, one_number, takes
 from .early_stopping import ONLY_LOSS
 from .task_data import TaskData
 from .task_training import TaskTraining
@@ -87,7 +88,8 @@ class Task(TaskData, TaskTraining):
         once on test data before the first step.
         """
         with seen_at(self.loss):
-            loss, parts = checked_losses(self.loss(model, batch), trains=False)
+            last = {"step": max(0, activity.step - 1)} if takes(self.loss, "step") else {}
+            loss, parts = checked_losses(self.loss(model, batch, **last), trains=False)
         return {"loss": loss, **parts}
 
     def summarize(self, means: dict[str, Tensor]) -> dict[str, float]:

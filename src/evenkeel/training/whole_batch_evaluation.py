@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.phases import activity
 from ..config import Config
 from ..data.dataset import SizedDataset
 from ..data.randomness import derive, seed_computation
 from ..distributed.collectives import no_collectives
 from ..distributed.world import World
-from .checks import checked_embeddings, checked_losses
+from .checks import checked_embeddings, checked_losses, takes
 from .evaluation import Evaluation
 from .task import Task, defines
 from .whole_batch import in_float32
@@ -63,15 +64,17 @@ class WholeBatchEvaluation(Evaluation):
 
     def _losses(self, by_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
         """For each batch of the samples of some ranks the loss and its parts, times the batch's samples, by name."""
-        found = [of_rank for of_rank in by_rank if of_rank]
-        whole = {name: torch.cat([of_rank[name] for of_rank in found]) for name in found[0]}
+        mine = [of_rank for of_rank in by_rank if of_rank]
+        whole = {name: torch.cat([of_rank[name] for of_rank in mine]) for name in mine[0]}
         sums: dict[str, list[Tensor]] = {}
         for start in range(0, count := len(next(iter(whole.values()))), self._batch):
             end, device = min(start + self._batch, count), self.world.device
             part = {name: in_float32(value[start:end].to(device)) for name, value in whole.items()}
             seed_computation(derive(self.sampler.seed, f"batch_loss of {self.name}", start), self.world.devices)
             with no_collectives("batch_loss()"):
-                loss, parts = checked_losses(self.task.batch_loss(part.get("", part)), trains=False, of="batch_loss()")
+                last = {"step": max(0, activity.step - 1)} if takes(self.task.batch_loss, "step") else {}
+                found = self.task.batch_loss(part.get("", part), **last)
+                loss, parts = checked_losses(found, trains=False, of="batch_loss()")
             for name, value in {"loss": loss, **parts}.items():
                 sums.setdefault(name, []).append(value.double().cpu() * (end - start))
         return sums
