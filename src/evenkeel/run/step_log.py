@@ -14,7 +14,7 @@ from ..training.distributed_loss import DistributedLoss
 from ..training.flops import per_sample
 from ..training.loss import LossFunction
 from ..training.memory_parts import PEAK, bytes_of_state, peak
-from ..training.side_effects import warn_of_sums
+from ..training.side_effects import warn_of_missing, warn_of_sums
 from ..training.state import State
 from ..training.task import Task
 from ..training.whole_batch import of_whole_batches
@@ -47,7 +47,7 @@ class StepLog:
         text = self._shares_text() if attempt.config.shares != "equal" else ""
         if attempt.lead and attempt.status.get("shares", "") != text:
             attempt.lead.directory.try_update(shares=text)
-        self._logged, self._skipped_logged, self._overflows_logged = 0, 0, (0, 0)
+        self._logged, self._skipped_logged, self._overflows_logged, self._warned_of_missing = 0, 0, (0, 0), False
 
     def after_step(self, model: DistributedLoss, norm: Tensor) -> None:
         """Log the last step of this model, with this norm of its gradient, and divide the next ones, if it is time."""
@@ -74,6 +74,7 @@ class StepLog:
         if state.scaler:  # of the next step, and how many the run has left out for it
             more |= {"scale": state.scaler.scale.item(), "overflows": int(state.scaler.overflows)}
             self._report_overflows(state.step, int(more["overflows"]))
+        self._warned_of_missing = self._warned_of_missing or warn_of_missing(*model.last_micro_batch)
         if tracker.per_sample is None:
             config, world, last = self._attempt.config, self._attempt.world, model.last_micro_batch
             usual = self.losses == [self._task.loss]  # with others, or networks that take turns, the factors differ

@@ -171,6 +171,19 @@ def warn_of_sums(method: str, task: Any, device: torch.device, samples: int, mod
         )  # fmt: skip
 
 
+def warn_of_missing(batch: Any, samples: int) -> bool:
+    """Warn if all tensors of a batch have fewer rows than it has samples. One row may be all of them, one after the
+    other. Returns whether it has warned."""
+    rows = {len(it) for it in tensors_in(batch) if not it.is_nested and it.dim()}
+    if len(rows) != 1 or not 1 < min(rows) < samples:
+        return False
+    log.warning(
+        "collate() made %d rows of %d samples: if it leaves samples out, they count all the same in the weights of "
+        "batches and in metrics; keep all, and give bad ones a weight of 0 in loss()", *rows, samples,
+    )  # fmt: skip
+    return True
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a call cannot change a value in place: a constant, a tuple of such, a loss of torch's without tensors."""
     plain_loss = type(value).__module__ == nn.modules.loss.__name__ and not value.state_dict()
