@@ -26,7 +26,8 @@ HINTS = {
     r"|Input type \((double|long|unsigned|[^)]*(Double|Long|Byte)Tensor)": "call .float() in the data set",
     r"shapes cannot be multiplied": "the second number is what the layer gets, the third what it was made for",
     r"before Module.__init__\(\) call": "begin __init__ with super().__init__()",
-    r"does not require grad and does not have a grad_fn": "leave out backward(): the training loop calls it",
+    r"does not require grad and does not have a grad_fn": "leave out backward(), which the training loop calls; an "
+    "evaluation has no gradients: where metrics need them, use `with torch.enable_grad():`",
     r"default process group (has not been initialized|twice)": "leave out process groups and DDP: Evenkeel makes them",
     r"values to unpack": "if it is a batch, it has as many parts as a sample of the data set",
     r"\.model\(\) takes 1 positional": "call the argument: model(...), not self.model(...)",
