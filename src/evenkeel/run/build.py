@@ -38,7 +38,7 @@ from ..training.compilation import compile_networks, in_place
 from ..training.cut import refuse_single_samples
 from ..training.determinism import fix_arithmetic, threads_of_a_rank
 from ..training.early_stopping import Stopping
-from ..training.freezing import freeze, refuse_owned
+from ..training.freezing import freeze, refuse_merging, refuse_owned
 from ..training.meta_device import built_on_meta
 from ..training.oom import note_batch
 from ..training.precision import Scaler
@@ -144,6 +144,7 @@ def build_model(config: Config, task: Task) -> nn.Module:
     with seen_at(task.model):
         check_model(model, learns=not config.eval_only)
         refuse_owned(task, model)
+        refuse_merging(model)
     return in_place(model)
 
 

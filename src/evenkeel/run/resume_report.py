@@ -8,8 +8,7 @@ from ..common import keeper_link
 from ..common.arguments import flag
 from ..common.phases import activity
 from ..config import Config
-from ..training.checks import left_out
-from ..training.freezing import left_evaluating, unregistered
+from ..training.freezing import left_evaluating, left_out, unregistered
 from ..training.state import State
 from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, read_cut
 from .records import TAIL, evaluation_in, read_records

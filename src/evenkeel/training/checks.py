@@ -64,6 +64,11 @@ def check_model(model: Any, learns: bool = True, on_meta: bool = False) -> None:
             raise Refusal(f"{what}return a tensor from get_extra_state(), or none")
         if learns and it.layout is not torch.strided:
             raise Refusal(f"{what}register it with persistent=False, and create it in model()")
+        strides = zip(it.shape, it.stride(), strict=True) if learns and it.numel() else ()
+        if any(size > 1 and not stride for size, stride in strides):
+            raise Refusal(
+                f"{returned} whose {name} is an expanded tensor, which cannot be loaded: clone() it in model()"
+            )
     parameters = list(model.parameters())
     if learns and not any(parameter.requires_grad for parameter in parameters):
         why = f"requires_grad is False for all {len(parameters)} of them" if parameters else "it has none at all"
@@ -127,6 +132,11 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
         if isinstance(optimizer, SparseAdam):
             raise Refusal(f"{which} is a SparseAdam, and {DENSE}")
         for group in optimizer.param_groups:
+            if not isinstance(lr := group.get("lr"), (Real, Tensor)):
+                raise Refusal(
+                    f"{which} has lr = {lr!r}, but each step sets it, to that number times the schedule's factor: give "
+                    "it a number (of Adafactor with relative_step=False)"
+                )
             for option, value in group.items():
                 for part in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(part, np.generic):  # torch.load with weights_only refuses them
@@ -149,18 +159,6 @@ def checked_optimizers(returned: Any, model: nn.Module) -> list[Optimizer]:
                     name = names[id(parameter)]
                     raise Refusal(f"{name} is in {first} and in {which}: both would step it; keep it in one")
     return list(optimizers)
-
-
-def left_out(names: Mapping[Tensor, str], optimizers: list[Optimizer]) -> str:
-    """A message with those parameters that require a gradient but have no optimizer; empty if there are none."""
-    stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for p, name in names.items() if p.requires_grad and p not in stepped]
-    if not missing:
-        return ""
-    return (
-        f"no optimizer has {listed(missing)}: they will not change, although gradients are computed for them; "
-        "add them to one in optimizers(), or set requires_grad to False"
-    )
 
 
 def checked_losses(returned: Any, trains: bool = True, of: str = "loss()") -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..common.errors import Refusal
-from ..common.naming import listed
+from ..common.naming import kind_of, listed
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -37,6 +40,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             part.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
         raise Refusal(f"--freeze {' '.join(patterns)}: nothing would be left to train; name fewer parts")
+
+
+def left_out(names: Mapping[Tensor, str], optimizers: list[Optimizer]) -> str:
+    """A message with those parameters that require a gradient but have no optimizer; empty if there are none."""
+    stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for p, name in names.items() if p.requires_grad and p not in stepped]
+    if not missing:
+        return ""
+    return (
+        f"no optimizer has {listed(missing)}: they will not change, although gradients are computed for them; "
+        "add them to one in optimizers(), or set requires_grad to False"
+    )
 
 
 def left_evaluating(model: nn.Module) -> str:
@@ -80,6 +95,26 @@ def refuse_owned(task: object, model: nn.Module) -> None:
                 f"self.{name} of the task has weights that require a gradient: they would not be trained or saved, and "
                 "each rank would have its own; return it from model(), in an nn.ModuleDict with the network, or, if it "
                 f"must not learn, set requires_grad to False in it (self.{name}.requires_grad_(False))"
+            )
+
+
+def refuse_merging(model: nn.Module) -> None:
+    """Refuse modules whose `train()` changes parameters, as those of loralib: an evaluation would change the weights."""
+    for name, module in model.named_modules():
+        if getattr(type(module).train, "__module__", "").startswith("torch."):
+            continue
+        try:
+            tried = copy.deepcopy(module).train()
+        except Exception:  # --ema and others would say it
+            continue
+        with torch.no_grad():
+            for parameter in tried.parameters():
+                parameter.fill_(1)  # a merged part may begin as zeros
+            tried.eval()
+        if any(not bool((it.detach() == 1).all()) for it in tried.parameters()):
+            raise Refusal(
+                f"{name or 'the model'} is {kind_of(module)}, whose eval() changes parameters, so each evaluation would "
+                "change the training: switch that off (merge_weights=False in loralib)"
             )
 
 
