@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1953,
+    "common": 1959,
     "config": 600,
     "data": 3175,
-    "distributed": 2560,
-    "resilience": 1900,
-    "training": 6826,
-    "run": 7389,
+    "distributed": 2594,
+    "resilience": 1913,
+    "training": 6940,
+    "run": 7508,
     "tasks": 2307,
     "mirror": 726,
-    "launch": 3162,
-    "cli": 7515,
+    "launch": 3176,
+    "cli": 7516,
     "time_travel": 1689,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
