@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -99,22 +100,20 @@ def refuse_owned(task: object, model: nn.Module) -> None:
 
 
 def refuse_merging(model: nn.Module) -> None:
-    """Refuse modules whose `train()` changes parameters, as those of loralib: an evaluation would change the weights."""
+    """Refuse modules whose `eval()` changes parameters, as those of loralib: an evaluation would change the weights."""
     for name, module in model.named_modules():
         if getattr(type(module).train, "__module__", "").startswith("torch."):
             continue
-        try:
+        changes = False
+        with suppress(Exception), torch.no_grad():  # of a module that cannot be copied others speak
             tried = copy.deepcopy(module).train()
-        except Exception:  # --ema and others would say it
-            continue
-        with torch.no_grad():
             for parameter in tried.parameters():
                 parameter.fill_(1)  # a merged part may begin as zeros
-            tried.eval()
-        if any(not bool((it.detach() == 1).all()) for it in tried.parameters()):
+            changes = not all(bool((it == 1).all()) for it in tried.eval().parameters())
+        if changes:
             raise Refusal(
-                f"{name or 'the model'} is {kind_of(module)}, whose eval() changes parameters, so each evaluation would "
-                "change the training: switch that off (merge_weights=False in loralib)"
+                f"{name or 'the model'} is {kind_of(module)}, whose eval() changes parameters, so each evaluation "
+                "would change the training: switch that off (merge_weights=False in loralib)"
             )
 
 
