@@ -4,15 +4,17 @@ import json
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from evenkeel.run.chain import chained
+from tests.support import processes
 from tests.support.components import has
 from tests.support.processes import ROOT, TRAIN, bytes_of, finish_all, fork_ranks, records, run_forked, wait_until
-from tests.support.small_runs import options, saved_step, signal_ranks, signal_ranks_at, trained, wait_for_start
+from tests.support.small_runs import options, saved_step, signal_ranks, signal_ranks_at, starts, trained, wait_for_start
 
 TASK = f"{ROOT / 'tests' / 'time_travel' / 'part_task.py'}:Parting"
 SHAPE = "--batch-size", 10, "--micro-batch", 4, "--epochs", 2, "--reduce", "tree", "--log-every", 1, "--keep-every", 8
@@ -231,3 +233,21 @@ def test_a_run_without_a_ledger_is_refused_in_a_line(tmp_path: Path) -> None:
     done = run_forked("-m", "evenkeel", "audit", tmp_path / "a", expect=2)
     assert f"{tmp_path / 'a'}: has no ledger to audit; train with --digest-every N and --reduce tree" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_a_step_whose_rank_0_died_before_its_record_is_recorded_when_the_run_goes_on(tmp_path: Path) -> None:
+    """The other rank has committed the step, and saves it."""
+    after = "        run.after_step(model, norm)"
+    dies = (
+        "        import os, pathlib, signal, time\n"
+        "        mark = pathlib.Path(__file__).with_name('died')\n"
+        "        if step.number == 4 and os.environ['RANK'] == '0' and not mark.exists():\n"
+        "            mark.touch()\n"
+        "            time.sleep(1)\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (own := tmp_path / "own.py").write_text(TRAIN.read_text().replace(after, dies + after))
+    processes.run([sys.executable, own, "-g", "2", *job(tmp_path / "a", "--keeper", "on", "--max-steps", 8)])
+    assert starts(tmp_path / "a") == [0, 5]
+    assert [it["step"] for it in records(tmp_path / "a", "digest")] == [*range(1, 9)]

@@ -230,6 +230,8 @@ class Run:
         owed = self.evaluator.owed or (self._unevaluated and state.evaluation_is_due())
         if any(world.gather(owed)):  # copies in memory may differ in this: one of before the evaluation, one of after
             self._evaluate_and_save()
+        elif state.step and not state.is_over() and (self.attempt.lead or state.sharding):
+            self.checkpointer.record_digests()  # rank 0 may have died between the commit and the record
         # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError
         steps = self._steps(batches, sampler)
         if not config.profile:
