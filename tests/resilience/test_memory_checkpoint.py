@@ -302,7 +302,7 @@ def test_a_rescue_for_which_the_node_has_no_memory_goes_to_the_disk(
     give_memory(monkeypatch)
     devices = [torch.device("cpu")]
     saver = Saver(Checkpoints(tmp_path, 2), devices, 4.0, lambda _step: None, memory=True, local_ranks=ranks)
-    assert saver.rescue(after_a_step(), 0, in_place=True).startswith(f"step 1 is {where}")
+    assert saver.rescue(after_a_step(), 0, in_place=True).text.startswith(f"step 1 is {where}")
 
 
 @pytest.mark.parametrize("name", ["", "memory"])
@@ -339,7 +339,7 @@ def test_a_rescue_needs_no_disk_where_memory_is_enough(
     give_memory(monkeypatch)
     monkeypatch.setattr(os, "stat", fail)
     begun, answers = time.monotonic(), threading.Event()
-    assert saver.rescue(state, 0, in_place=True) == "step 1 is stored in memory"
+    assert saver.rescue(state, 0, in_place=True).text == "step 1 is stored in memory"
     assert time.monotonic() - begun < 15
     answers.set()
     assert rank_memory.facts["snapshot"]["step"] == 1

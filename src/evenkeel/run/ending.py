@@ -42,7 +42,7 @@ from .checkpoint import known_step
 from .checkpointer import Checkpointer
 from .records import read_facts
 from .run_directory import RunDirectory, RunState, mark_failed
-from .saver import SAVED
+from .saver import Rescued
 from .state_files import clean, dump
 from .step_log import StepLog
 from .summary import report_finished, summary_of
@@ -124,17 +124,18 @@ class Ending:
         """Save the last finished step after a stop signal, or to start again in place. Any thread may call it."""
         if self._attempt.status.get("state") == "finished":
             return  # all is saved; the same command says so
-        saved = self._rescue(in_place=why() == REGROUPING)
+        rescued = self._rescue(in_place=why() == REGROUPING)
         if self.watch:
             self.watch.end()
         self._step_log.await_last_line()
         regroups = (reason := why()) == REGROUPING
         self._record_end("stopped", reason, STOPPED, regroups, **({} if regroups else crash_loop.CLEARED))
         if regroups:
-            self._attempt.say(f"evenkeel: rank 0 lost another rank; {saved}; it starts again")
+            self._attempt.say(f"evenkeel: rank 0 lost another rank; {rescued.text}; it starts again")
             return
         more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
-        saved += " (another rank may have saved the next)" * (self._world.world_size > 1 and SAVED in saved)
+        next_elsewhere = self._world.world_size > 1 and rescued.where == "disk"
+        saved = rescued.text + " (another rank may have saved the next)" * next_elsewhere
         restart = "a restart or " * (reason == "SIGTERM")  # torchrun sends it also when another rank has failed
         self._attempt.say(f"evenkeel: stopped by {reason}; {saved}; {restart}the same command continues there{more}")
 
@@ -159,7 +160,7 @@ class Ending:
             log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # `exit_code` prints the traceback
-        saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost)
+        saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost).text
         self._record_failure(error, saved, lost)
         return saved
 
@@ -168,7 +169,7 @@ class Ending:
         assert self.watch
         diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
         # first: --grace may end this process at any time. If no restart in place follows, the keeper writes it to disk
-        saved = self._rescue(in_place=keeper_link.has_keeper())
+        saved = self._rescue(in_place=keeper_link.has_keeper()).text
         explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
         if diagnosis.is_within_reach():  # a frozen rank that stays would be waited for by those that start in place
             keeper_link.send("hang")
@@ -190,7 +191,7 @@ class Ending:
         """The step reached; as recorded, if this attempt has not loaded it yet. Right on rank 0 only."""
         return self._state.step or int(self._attempt.status.get("step", 0))
 
-    def _rescue(self, in_place: bool) -> str:
+    def _rescue(self, in_place: bool) -> Rescued:
         return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
     def _record_failure(self, error: BaseException, saved: str, lost: bool = False, **facts: Any) -> None:

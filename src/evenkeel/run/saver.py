@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -29,10 +29,16 @@ RANK_DELAY = 0.05
 DISK_TIMEOUT = 1.0
 """Seconds in which a disk must answer which step is the newest there, before a rescue that memory is enough for."""
 
-SAVED = "is saved"
-"""In the text about a rescue whose step is on the disk."""
 
-NOTHING_NEW = "no step has finished in this attempt; nothing to save"
+class Rescued(NamedTuple):
+    """What a rescue has done."""
+
+    where: Literal["disk", "memory", "nowhere"]
+    """Where a complete checkpoint of the step is now."""
+    text: str
+
+
+NOTHING_NEW = Rescued("nowhere", "no step has finished in this attempt; nothing to save")
 
 
 class Saver:
@@ -156,9 +162,8 @@ class Saver:
             return self._thread.submit(self.checkpoints.newest_step).result(DISK_TIMEOUT)
         return 0
 
-    def rescue(self, state: State, local_rank: int, in_place: bool = False) -> str:
-        """Save the last finished step from this rank, unless another rank of the node has done so; returns the result
-        as text. From any thread.
+    def rescue(self, state: State, local_rank: int, in_place: bool = False) -> Rescued:
+        """Save the last finished step from this rank, unless another rank of the node has done so. From any thread.
 
         It goes into memory for the keeper, whose child writes it, if ranks are about to start again in place; without a
         keeper, or memory for it, it goes to the disk.
@@ -183,21 +188,21 @@ class Saver:
         except (OSError, Torn, RuntimeError, MemoryError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)
-            return f"not saved ({error})"
+            return Rescued("nowhere", f"not saved ({error})")
         finally:
             if reserved:
                 self._staging.release()
-        log.info("%s, %.2f s after the end began", result, time.monotonic() - begun)
+        log.info("%s, %.2f s after the end began", result.text, time.monotonic() - begun)
         return result
 
-    def _store_or_write(self, captured: dict[str, Any], to_memory: bool, local_rank: int, until: float) -> str:
-        """Store a rescue's state for the keeper, if `to_memory`, or write it to the disk; returns which, as text."""
+    def _store_or_write(self, captured: dict[str, Any], to_memory: bool, local_rank: int, until: float) -> Rescued:
+        """Store a rescue's state for the keeper, if `to_memory`, or write it to the disk."""
         if (step := captured["step"]) == 0:  # a GPU has not finished the first one
             return NOTHING_NEW
         if to_memory and step > self._newest_on_disk() and self._store_in_memory(captured, {}, "snapshot"):
-            return f"step {step} is stored in memory"
+            return Rescued("memory", f"step {step} is stored in memory")
         begun = time.monotonic()
         # not before the capture: steps that finish meanwhile would be lost
         time.sleep(min(RANK_DELAY * local_rank, self._grace / 8))
         path = self.checkpoints.save_if_new(captured, until)
-        return f"step {step} {SAVED}" + (f", in {time.monotonic() - begun:.2f} s" if path else "")
+        return Rescued("disk", f"step {step} is saved" + (f", in {time.monotonic() - begun:.2f} s" if path else ""))

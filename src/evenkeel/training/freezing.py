@@ -102,7 +102,7 @@ def refuse_owned(task: object, model: nn.Module) -> None:
 def refuse_merging(model: nn.Module) -> None:
     """Refuse modules whose `eval()` changes parameters, as those of loralib: an evaluation would change the weights."""
     for name, module in model.named_modules():
-        if getattr(type(module).train, "__module__", "").startswith("torch."):
+        if getattr(type(module).train, "__module__", "").startswith("torch.") or next(module.children(), None):
             continue
         changes = False
         with suppress(Exception), torch.no_grad():  # of a module that cannot be copied others speak
