@@ -14,14 +14,17 @@ SLOW := bare cluster docker k8s nodes processes gpu
 GATE := cluster docker k8s nodes promises processes
 ARGS ?=
 # for a Python before 3.10: an environment that it has made stays as it is, as that may be somebody's
-NEW := import sys; sys.exit("needs Python 3.10 or newer; remove $(VENV), then: make setup PYTHON=python3.12" * (sys.version_info < (3, 10)))
+NEW := import sys; sys.exit("needs Python 3.10 or newer; remove $(VENV), then: make setup PYTHON=python3.12" * (sys.version_info < (3, 10)) or 0)
+# an environment that was moved with its folder, or in which a wheel has replaced this source, would run other source
+OWN := import importlib.util, os, sys; it = importlib.util.find_spec("evenkeel"); at = it.origin if it else "no folder"; \
+  sys.exit(f"$(VENV) has evenkeel of {at}, not of here: remove $(VENV) and try again" * (os.path.realpath(at) != os.path.realpath("src/evenkeel/__init__.py")) or 0)
 
-.PHONY: help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
+.PHONY: own help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
   docs lock
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-setup: $(INSTALLED)  ## create .venv with the locked versions
+setup: own  ## create .venv with the locked versions
 
 # The lock is applied as constraints, so that packages which one platform does not need are not installed there.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
@@ -33,51 +36,54 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/pip install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
+own: $(INSTALLED)
+	@$(BIN)/python -c '$(OWN)'
+
 # no restarts by torchrun: a bug ends it at once, and killed ranks start again in place all the same
-train: $(INSTALLED)  ## train the default task: on every GPU here, or on 2 CPU processes
+train: own  ## train the default task: on every GPU here, or on 2 CPU processes
 	$(BIN)/python launch/single_node.py --max-restarts 0 -- $(ARGS)
 
-test: $(INSTALLED)  ## unit tests, and the job's promises by real processes (features: test-gate): under 6 minutes on two quiet cores
+test: own  ## unit tests, and the job's promises by real processes (features: test-gate): under 6 minutes on two quiet cores
 	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow' $(SLOW:%=--ignore=tests/%) $(ARGS)
 
-test-fast: $(INSTALLED)  ## the unit tests alone, two minutes
+test-fast: own  ## the unit tests alone, two minutes
 	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow and not promise' $(SLOW:%=--ignore=tests/%) $(ARGS)
 
-test-rest: $(INSTALLED)  ## all that `make test` leaves out; what needs root or a GPU is skipped without
+test-rest: own  ## all that `make test` leaves out; what needs root or a GPU is skipped without
 	$(PYTEST) -n 4 -m slow $(wildcard $(SLOW:%=tests/%)) tests/promises $(ARGS)
 
 # of tests/processes only those that are marked as a promise
-test-gate: $(INSTALLED)  ## of that, what CI runs after `make test`: the promises on a cluster, nodes and containers
+test-gate: own  ## of that, what CI runs after `make test`: the promises on a cluster, nodes and containers
 	$(PYTEST) -n 4 -m 'slow and not long' $(wildcard $(GATE:%=tests/%)) $(ARGS)
 
-test-all: $(INSTALLED)  ## all tests
+test-all: own  ## all tests
 	$(PYTEST) $(ARGS)
 
-test-bare: $(INSTALLED)  ## `make train` and most of `make test` on a bare machine: Debian, Python, make, no root (making it needs root)
+test-bare: own  ## `make train` and most of `make test` on a bare machine: Debian, Python, make, no root (making it needs root)
 	$(BIN)/pytest tests/bare $(ARGS)
 
-test-docker: $(INSTALLED)  ## build the image and run it, with an engine of the tests' own (needs root)
+test-docker: own  ## build the image and run it, with an engine of the tests' own (needs root)
 	$(BIN)/pytest tests/docker $(ARGS)
 
 test-versions:  ## train, and the unit tests, with the oldest torch and Python, the newest and one between
 	$(PYTHON) tests/versions.py $(ARGS)
 
-bench-smoke: $(INSTALLED)  ## two minutes: is a step still no slower than a bare DDP loop's? (for a quiet machine)
+bench-smoke: own  ## two minutes: is a step still no slower than a bare DDP loop's? (for a quiet machine)
 	$(BIN)/python benchmarks/smoke.py $(ARGS)
 
-lint: $(INSTALLED)  ## ruff and a strict type check
+lint: own  ## ruff and a strict type check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## apply ruff's fixes and formatting
+format: own  ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED)  ## the documentation as a searchable site in build/site; a dead link or anchor is an error
+docs: own  ## the documentation as a searchable site in build/site; a dead link or anchor is an error
 	$(BIN)/mkdocs build --strict --clean
 
-lock: $(INSTALLED)  ## renew requirements.lock from pyproject.toml (needs the network)
+lock: own  ## renew requirements.lock from pyproject.toml (needs the network)
 	$(BIN)/pip install --quiet uv
 	$(BIN)/uv pip compile --universal --python-version 3.10 --extra dev --extra bench --extra onnx \
 	  --no-annotate --no-header --upgrade --constraint requirements.in --output-file requirements.lock pyproject.toml

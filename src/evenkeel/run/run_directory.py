@@ -12,8 +12,10 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 from uuid import uuid4
@@ -221,11 +223,17 @@ def _lock(path: Path, timeout: float) -> IO[bytes]:
     return file
 
 
+def _close(file: weakref.ref[IO[bytes]]) -> None:
+    """In a fork: a child that outlives this process must not keep its lock."""
+    if copy := file():
+        copy.close()
+
+
 def _try_lock(file: IO[bytes], path: Path, until: float) -> bool:
     """Lock the file, but not between the death of another job's rank 0 and its restart."""
     while taken := lock(file, until):
         if not restarts_elsewhere(read_facts(path / "status.json")[0]):
-            os.register_at_fork(after_in_child=file.close)  # or a child that outlives this process keeps the lock
+            os.register_at_fork(after_in_child=partial(_close, weakref.ref(file)))
             break
         unlock(file)
         if time.monotonic() >= until:
