@@ -156,6 +156,9 @@ def test_own_dice_and_samples_that_cannot_be_read_have_no_digest(workers: int) -
     config = Config(num_workers=workers)
     flipped = Map(lambda index: torch.ones(3) * (1 if dice.random() < 0.5 else -1))
     assert digest_samples(config, both(flipped, Map(lambda index: os.urandom(4))), OFTEN) == ({}, ["training", "test"])
+    noisy = Map(lambda index: torch.ones(9) * index + 0.01 * torch.from_numpy(dice.standard_normal(9)))
+    digests, unsteady = digest_samples(config, both(noisy, Map(int)), TWICE)
+    assert (list(digests), unsteady) == (["training", "test"], ["training"]), "a little noise is told, and compared"
     for fails in (lambda index: 1 / 0, lambda index: sys.exit(), lambda index: [torch.ones(index)]):
         assert digest_samples(config, both(Map(fails), InMemory(torch.ones(9))), TWICE)[0].keys() == {"test"}
     if workers:

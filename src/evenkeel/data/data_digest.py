@@ -74,8 +74,9 @@ class _First(Dataset[Any]):
 def digest_samples(config: Config, sets: Mapping[str, SizedDataset], times: int) -> tuple[Digests, list[str]]:
     """Read a few samples of each set this many times; return digests, and names of sets that differ between reads.
 
-    These have no digest; nor have sets that cannot be read: the training reports the reason. If there will be loader
-    processes, one of them reads, because a file opened at the first read must not be shared with them.
+    These have no digest if they differ much; nor have sets that cannot be read: the training reports the reason. If
+    there will be loader processes, one of them reads, because a file opened at the first read must not be shared with
+    them.
 
     Raises:
         Refusal: a stream yields other samples at each read, so that a run cannot resume in it; or a set has its first
@@ -96,7 +97,8 @@ def digest_samples(config: Config, sets: Mapping[str, SizedDataset], times: int)
             )
     whole = {name: digests for name, digests in seen.items() if None not in digests}
     streams = {name for name, it in sets.items() if hasattr(it, "first_samples")}
-    unsteady = [name for name, digests in whole.items() if not _all_alike(digests, exactly=name in streams)]
+    unsteady = [name for name, digests in whole.items() if not _all_alike(digests, exactly=True)]
+    apart = [name for name in unsteady if name in streams or not _all_alike(whole[name], exactly=False)]
     for name in streams:
         if name in unsteady or (name not in whole and any(seen[name])):
             raise Refusal(
@@ -105,7 +107,7 @@ def digest_samples(config: Config, sets: Mapping[str, SizedDataset], times: int)
                 "generator, which are seeded for each sample, draw an order when the source is opened, and do not go "
                 "by ranks and processes"
             )
-    return {name: digests[0] for name, digests in whole.items() if name not in unsteady}, unsteady
+    return {name: digests[0] for name, digests in whole.items() if name not in apart}, unsteady
 
 
 def difference(known: Digests, of_ranks: Sequence[Digests]) -> str:
