@@ -106,6 +106,7 @@ def test_a_part_that_is_frozen_at_first_and_thaws_later_ends_the_run(tmp_path: P
     assert told_step(tmp_path / "run") == 3, "it thaws in the fourth step"
 
 
+@pytest.mark.slow
 def test_the_way_that_works_is_to_freeze_it_in_the_loss(tmp_path: Path) -> None:
     weights = []
     for steps in (1, 3, 8):
@@ -134,6 +135,7 @@ FROZEN = """
 """
 
 
+@pytest.mark.slow
 def test_the_average_has_frozen_parameters_as_they_are(tmp_path: Path) -> None:
     for name, steps in (("run", 4), ("run", 8), ("plain", 8)):
         words = ["--schedule", "constant", "--run-dir", tmp_path / name, "--max-steps", steps, "--ema", 0.9]
@@ -250,6 +252,7 @@ COUNTING = """
 """
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_a_value_of_its_own_goes_on(tmp_path: Path) -> None:
     for name, steps in (("run", 4), ("run", 8), ("plain", 8)):
         words = ["--schedule", "constant", "--run-dir", tmp_path / name, "--max-steps", steps]
