@@ -121,6 +121,34 @@ def test_an_old_python_makes_no_environment(makefile: str, folder: Path) -> None
 
 
 @needs.tools("make")
+@pytest.mark.parametrize("makefile", [ROOT / "Makefile", ROOT / "src/evenkeel/cli/new/templates/Makefile.tmpl"])
+def test_this_python_is_not_too_old_to_make_an_environment(makefile: Path) -> None:
+    (line,) = [it for it in makefile.read_text().splitlines() if it.startswith("NEW := ")]
+    subprocess.run([sys.executable, "-c", line.removeprefix("NEW := ")], check=True)
+
+
+@needs.tools("make")
+def test_make_runs_the_source_of_its_own_folder_only(tmp_path: Path) -> None:
+    """The environment of a copied checkout has the source of the original."""
+    (tmp_path / "src" / "evenkeel").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("src/evenkeel/__init__.py", "pyproject.toml", "requirements.lock", ".venv/.installed"):
+        (tmp_path / name).touch()
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
+    def make(source: Path) -> subprocess.CompletedProcess[str]:
+        variables = own | {"PYTHONPATH": str(source)}
+        return subprocess.run(["make", "own"], cwd=tmp_path, capture_output=True, text=True, check=False, env=variables)
+
+    assert make(tmp_path / "src").returncode == 0, "the control"
+    done = make(ROOT / "src")
+    assert done.returncode
+    assert f".venv has evenkeel of {ROOT}/src/evenkeel/__init__.py, not of here: remove .venv" in done.stderr
+
+
+@needs.tools("make")
 def test_the_lock_has_no_path_of_this_machine(folder: Path, tmp_path: Path) -> None:
     info = "tiny-1.0.dist-info"
     with zipfile.ZipFile(tmp_path / "tiny-1.0-py3-none-any.whl", "w") as file:
@@ -233,6 +261,24 @@ def test_a_wheel_is_copied(tmp_path: Path) -> None:
     assert (tmp_path / "tide" / "wheels" / WHEEL).read_bytes() == (tmp_path / WHEEL).read_bytes()
     assert f"wheels/{WHEEL}" in written
     assert "$(PIP) install wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
+
+
+@needs.tools("make")
+@pytest.mark.parametrize("listed", ["evenkeel 0.1.0 /a/checkout", "evenkeel-more 1.0 /elsewhere"])
+def test_a_wheel_replaces_no_checkout(listed: str, tmp_path: Path) -> None:
+    """In an environment that is named by VENV. The other one is the control."""
+    zipfile.ZipFile(tmp_path / WHEEL, "w").close()
+    source = source_of(str(tmp_path / WHEEL), tmp_path)
+    write(Answers("tide", "lm", (), source.requirement, source.kind), "0.1.0", tmp_path / "tide", source.wheel)
+    (python := tmp_path / "mine" / "bin" / "python").parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\ncase $* in *--editable) echo '{listed}';; *install*) echo installs; exit 1;; esac\n")
+    python.chmod(0o755)
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    words = ["make", "setup", f"VENV={tmp_path}/mine"]
+    done = subprocess.run(words, cwd=tmp_path / "tide", capture_output=True, text=True, check=False, env=own)
+    refused = listed.startswith("evenkeel ")
+    assert (f"evenkeel in {tmp_path}/mine is a checkout" in done.stderr) == refused, done.stderr
+    assert ("\ninstalls\n" in done.stdout) != refused
 
 
 DIRECT = {
