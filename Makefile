@@ -16,8 +16,8 @@ ARGS ?=
 # for a Python before 3.10: an environment that it has made stays as it is, as that may be somebody's
 NEW := import sys; sys.exit("needs Python 3.10 or newer; remove $(VENV), then: make setup PYTHON=python3.12" * (sys.version_info < (3, 10)) or 0)
 # an environment that was moved with its folder, or in which a wheel has replaced this source, would run other source
-OWN := import importlib.util, os, sys; it = importlib.util.find_spec("evenkeel"); at = it.origin if it else "no folder"; \
-  sys.exit(f"$(VENV) has evenkeel of {at}, not of here: remove $(VENV) and try again" * (os.path.realpath(at) != os.path.realpath("src/evenkeel/__init__.py")) or 0)
+OWN := import importlib.util, os, sys; it = importlib.util.find_spec("evenkeel"); at = it and it.origin or "no folder"; \
+  sys.exit(f"$(VENV) has evenkeel of {at}, not of here: remove $(VENV), or name another VENV" * (os.path.realpath(at) != os.path.realpath("src/evenkeel/__init__.py")) or 0)
 
 .PHONY: own help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
   docs lock

@@ -17,16 +17,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1959,
+    "common": 1961,
     "config": 600,
-    "data": 3178,
-    "distributed": 2594,
-    "resilience": 1913,
-    "training": 6939,
-    "run": 7526,
+    "data": 3180,
+    "distributed": 2601,
+    "resilience": 1923,
+    "training": 6949,
+    "run": 7538,
     "tasks": 2307,
     "mirror": 726,
-    "launch": 3176,
+    "launch": 3180,
     "cli": 7516,
     "time_travel": 1689,
 }

@@ -145,7 +145,7 @@ def test_make_runs_the_source_of_its_own_folder_only(tmp_path: Path) -> None:
     assert make(tmp_path / "src").returncode == 0, "the control"
     done = make(ROOT / "src")
     assert done.returncode
-    assert f".venv has evenkeel of {ROOT}/src/evenkeel/__init__.py, not of here: remove .venv" in done.stderr
+    assert f".venv has evenkeel of {ROOT}/src/evenkeel/__init__.py, not of here: remove .venv, or" in done.stderr
 
 
 @needs.tools("make")

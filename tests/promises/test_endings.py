@@ -129,6 +129,21 @@ def test_a_task_that_takes_signals_itself_takes_no_stop_signal_away(tmp_path: Pa
     assert saved_step(run_dir) >= 3
 
 
+def test_a_signal_for_a_child_of_the_task_does_not_stop_the_run(tmp_path: Path) -> None:
+    """A pool ends its processes by SIGTERM, and they have the handlers of the process that forked them."""
+    body = """
+    def loss(self, model, batch):
+        from multiprocessing import get_context
+        if not hasattr(self, "pooled"):
+            self.pooled = True
+            with get_context("fork").Pool(2) as pool:
+                pool.map(abs, range(4))
+        return super().loss(model, batch)
+    """
+    words = job(tmp_path / "run", *RARE, "--max-steps", 3, "--task", runs.own_task(tmp_path, body))
+    assert finish(start([sys.executable, str(TRAIN), *words], env=runs.OWN)).returncode == 0
+
+
 @pytest.mark.slow
 def test_a_new_job_waits_while_the_old_one_uses_its_grace(tmp_path: Path) -> None:
     run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 13)

@@ -124,4 +124,6 @@ def send(message: Message, value: str = "") -> None:
     _sent.add(message)
     if _keeper:
         with contextlib.suppress(OSError), _sending:  # the keeper is dead, and this process ends soon
-            os.write(_keeper.pipe, f"{message} {value}\n".encode(errors="surrogateescape"))
+            left = f"{message} {value}\n".encode(errors="surrogateescape")
+            while left:  # a signal may cut a write short
+                left = left[os.write(_keeper.pipe, left) :]

@@ -176,8 +176,9 @@ class Plan:
         return start, min(start + self.global_batch, self.samples)
 
     def _count(self, step: int) -> int:
-        """M of a step. Cut by count, a short step has work for all ranks too, if need be in smaller micro-batches; but
-        not in single samples, because BatchNorm needs two."""
+        """M of a step. Of a full one: `full_count`, or as many as its size needs. An epoch's short last step, cut by
+        count, has as many too, in smaller micro-batches, so that no rank is idle; but none of a single sample, because
+        BatchNorm needs two."""
         if self.batches:
             return len(self.batches.bounds(*self.locate(step))) - 1
         samples = self.step_samples(step)
@@ -213,4 +214,5 @@ def assigned(count: int, rank: int, world_size: int, per_rank: tuple[int, ...], 
     if how == "share":
         return shares(count, world_size, per_rank)[rank]
     mine = range(rank, count, world_size) if how == "dealt" else contiguous_part(count, rank, world_size)
-    return mine if len(mine) == -(-count // world_size) else [*mine, 0]
+    most = -(-count // world_size)
+    return mine if len(mine) == most else [*mine, 0]  # a rank with one less repeats the first, see `Reduction.repeats`

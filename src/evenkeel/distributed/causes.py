@@ -146,7 +146,8 @@ def is_certain(error: BaseException) -> bool:
     if isinstance(error, Ended):
         return type(error) is Uncollated or (type(error) is EndedHere and not error.__cause__)
     text = str(error)
-    return not re.search(rf"{NO_GPU}|NoneType", text) and (isinstance(error, CERTAIN) or bool(hint(error)))
+    certain = isinstance(error, CERTAIN) and not isinstance(error, UnboundLocalError)  # as after what was not found
+    return not re.search(rf"{NO_GPU}|NoneType", text) and (certain or (bool(hint(error)) and "unpack" not in text))
 
 
 def is_mistake(error: BaseException | None) -> bool:

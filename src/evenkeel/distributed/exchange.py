@@ -74,7 +74,7 @@ class Exchange:
         sent = self._memory.get("sent", ranks * my_size, self._like)
         if my_size:
             fold = Fold[Tensor](lambda left, right: right.add_(left))
-            received = self._memory.get("received", len(self._nodes) * my_size, self._like)
+            received = self._memory.get("received", len(self._nodes) * my_size, self._like)  # of `send_chunks`
             for node, row in zip(self._nodes, received.view(-1, my_size), strict=True):
                 fold.push(node, row)
             sent.view(ranks, my_size).copy_(fold.root())

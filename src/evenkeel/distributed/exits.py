@@ -53,7 +53,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return main() or 0
     except Ended as ended:
         line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
-        # rank 0 may know more than the first one (which ranks are missing), but nothing about a bad sample of another
+        # if rank 0 is not the first, its line counts too if it differs: it may know which ranks are missing. Of a bad
+        # sample it knows nothing
         first = claim_first_failure(line, or_otherwise=rank_0 and not isinstance(ended, Uncollated))
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
@@ -87,8 +88,9 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 
 def _comes_again(error: BaseException, line: str) -> bool:
-    """Whether torchrun should not try again: this rank has finished no step, and the error is a mistake in code that
-    is certain, or with which another attempt has ended. Only on one node: another may have failed otherwise."""
+    """Whether the next attempt would fail in the same way: `EndedForGood`; or, in a job of one node and before this
+    attempt's first step, a mistake in code that is certain, or that has ended an earlier attempt too. With several
+    nodes it is not known how the others failed."""
     if isinstance(error, EndedForGood):
         return True
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -108,8 +109,11 @@ def _prepare(task: str) -> str:
 def _has_changed(before: Mapping[str, object]) -> bool:
     """Whether the source has changed since `before`, and can be imported: a job goes on without half a change."""
     after = _sources()
+    if after.keys() < before.keys():  # it may be about to be written again
+        time.sleep(1)
+        after = _sources()
     try:
-        for file in (it for it in before if it.endswith(".py") and after.get(it) != before[it]):
+        for file in (it for it in after if it.endswith(".py") and after[it] != before.get(it)):
             compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError) as error:
         say(f"evenkeel: changed, but not usable: {error}; going on with the source as it was", to_stderr=True)

@@ -119,7 +119,7 @@ class Watch:
             try:
                 store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
                 self._report_and_read(store, count)
-            except RuntimeError as error:  # such as DistStoreError and DistNetworkError
+            except (RuntimeError, OSError, MemoryError) as error:  # such as DistStoreError and DistNetworkError
                 log.info("cannot reach the other ranks: %s", str(error).split("\n")[0])
                 with contextlib.suppress(RuntimeError):
                     if is_served(store):  # if nothing listens, torch would print a stack of C++
@@ -142,10 +142,10 @@ class Watch:
             self._announced = step
         asks = self.world.local_rank == 0 and not self._cleaning.is_alive() and store.check([SAVED])
         if asks and (step := int(store.get(SAVED))) > self._seen:
-            self._seen = step
             # in a thread of its own: while a slow disk deletes, this rank must not look frozen
             self._cleaning = threading.Thread(target=self._on_saved, args=(step,), name="clean", daemon=True)
             self._cleaning.start()
+            self._seen = step
 
     def _share_patience(self, store: Store, count: int) -> None:
         """Report that this rank compiles or waits for a slow disk; to wait for such a rank is progress, too."""
@@ -166,7 +166,7 @@ class Watch:
                 return
             if activity.changes != changes or activity.is_patient():
                 changes, idle = activity.changes, 0.0
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, RuntimeError):  # the system may have no more threads
                     self.late_dump.put_off(self.timeout * 1.5, self.stacks)
             else:
                 idle += tick  # by ticks, because a suspended process is not a hanging one

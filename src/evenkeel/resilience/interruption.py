@@ -81,8 +81,11 @@ class Interruption:
         threading.Thread(target=self._read_signals, name="interruption", daemon=True).start()
 
     def _receive(self, number: signal.Signals) -> None:
+        owner = os.getpid()
+
         def pass_on(number: int, _frame: object) -> None:  # if other code has set its own pipe, such as an event loop
-            if signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False) != self._wakeup:
+            mine = os.getpid() == owner  # a fork has this handler too
+            if mine and signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False) != self._wakeup:
                 os.write(self._wakeup, bytes([number]))
 
         signal.signal(number, pass_on)
@@ -141,6 +144,7 @@ class Interruption:
                 first, reason = first or time.monotonic(), signal.Signals(number).name
                 if keeper_link.has_keeper() and os.getppid() != self._parent:
                     reason = ORPHANED
+                    claim_lost_keeper(os.environ.get("RANK", "0"))  # before the save: the next attempt reads it
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
             self.begin_end(reason, partial(self._on_stop, lambda: self.reason), STOPPED)

@@ -68,11 +68,12 @@ UNFORKABLE = 119
 LEAVE_TIMEOUT = 10.0
 """Seconds beyond --grace after which a trainer that was asked to leave, and has not, is killed."""
 
-ANSWER_TIMEOUT = 3.0
-"""Seconds to report a stop signal, with --shard: torchrun kills keepers after 30 s, and only they have these rows."""
+STOP_ANSWER_TIMEOUT = 3.0
+"""With --shard: seconds in which a trainer must report a stop signal, or it is killed. Only its keeper has its rows
+then, and torchrun kills that after 30 s."""
 
 EXIT_TIMEOUT = 5.0
-"""The same after a second Ctrl-C, which saves nothing more."""
+"""Seconds after a second Ctrl-C, after which a trainer that still lives is killed: it saves nothing more."""
 
 ANNOUNCE_DELAY = 0.3
 """Seconds in which a state is usually on the disk. Only a keeper that waits longer prints that it waits."""
@@ -195,12 +196,12 @@ class Keeper:
 
     def _is_overdue(self) -> bool:
         """Whether the trainer was asked to leave and no longer can: it is stopped, or its interpreter does not run."""
-        asked, limit = self._stop_time or self._regroup_time, self._grace + LEAVE_TIMEOUT
-        if self._stop_time and "stop" not in self._messages and self._memory.in_slots():
-            limit = ANSWER_TIMEOUT
         if self._exit_time:
-            asked, limit = self._exit_time, EXIT_TIMEOUT
-        return 0 < asked < time.monotonic() - limit
+            return time.monotonic() > self._exit_time + EXIT_TIMEOUT
+        if not (asked := self._stop_time or self._regroup_time):
+            return False
+        silent = self._stop_time and "stop" not in self._messages and self._memory.in_slots()
+        return time.monotonic() > asked + (STOP_ANSWER_TIMEOUT if silent else self._grace + LEAVE_TIMEOUT)
 
     def _pass_on(self, number: int, pid: int) -> None:
         """Pass a stop signal on to the trainer, which may have received it itself: as one of its process group."""
@@ -277,8 +278,8 @@ class Keeper:
 
     def _handle_end(self, code: int) -> bool:
         """Handle a trainer's end: report this rank's death to the other keepers, and return whether to fork another
-        trainer, by the first row that fits. The last two "yes" also need progress within --keeper-restarts, and the
-        other keepers, who must learn of the death.
+        trainer, by the first row that fits. Both "yes" of the last rows also need fewer than --keeper-restarts restarts
+        without progress, and this rank's death must have been reported to the other keepers.
 
         a stop signal; refused input; the store in which ranks meet is gone     no
         finished                         only if another rank has died, which cannot finish without this one
@@ -322,7 +323,8 @@ class Keeper:
         return False
 
     def _end(self, code: int) -> NoReturn:
-        """End this process as its trainer has ended, which has run all exit handlers."""
+        """End this process in the way its trainer has ended, which has run the exit handlers. In this order: report a
+        refusal (torchrun is ended there); tell the others; give up; wait for the disk; end the store."""
         # another rank has refused: torchrun stops this one, and waits for its end
         agent_stops_us = self._stop_time and os.environ.get("LOCAL_RANK", "0") != "0"
         if code == REFUSED and "refusal" in self._messages and not agent_stops_us:
@@ -332,7 +334,7 @@ class Keeper:
             self._peers.report_end()
         if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
             give_up()
-        # a trainer ends so at a second Ctrl-C; at the first, if it has not sent --grace: it handles no signals yet
+        # after a second Ctrl-C; or after the first, if it handles no signals yet: it has not sent --grace
         if code == KEYBOARD and "grace" in self._messages:
             self._exit_time = self._exit_time or time.monotonic()
         if not self._await_written():

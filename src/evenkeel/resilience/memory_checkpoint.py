@@ -7,9 +7,12 @@ this if all processes die. The file is in no folder and has no size limit; the k
 or when the run has come further (`KeeperMemory.discard`) and no child writes it. A checkpoint that is being written and
 a rescue have a file each: the disk may hang under the first while the second is stored.
 
-    keeper    prepare: memfd -- fork ------------ end -- adopt -+- fork: writer, to the disk (closed when both are done)
-    trainer                     store, discard, store ..        +- fork: next trainer: previous, discard_previous
-    keeper                                                      +- "progress": discard
+    prepare    keeper, before a fork: make a file for each kind of checkpoint
+    hand_over  in the new trainer: take these files to write to, and the last trainer's state to read (`previous`)
+    store      trainer: write a state, then send its facts
+    adopt      keeper, after the trainer's end: keep the files whose facts it has; a child writes them to the disk
+    discard    keeper: the next trainer has finished a step; trainer: the checkpoint is on the disk
+    pass_on    keeper, before `exec`: leave the state to the program that replaces it
 
 A sharded run stores each step of each rank instead, in two slots that all ranks of a keeper share (`training.slots`).
 """
@@ -196,7 +199,7 @@ class KeeperMemory:
         """In the trainer, at its end: write its state to the disk itself if its keeper, a pid, has died."""
         if os.getppid() == keeper:
             return
-        for kind, facts in [*rank_memory.facts.items()]:  # a thread may discard one
+        for kind, facts in reversed([*rank_memory.facts.items()]):  # the later step first
             self._save(MemoryCheckpoint(rank_memory.files[kind], facts))
         if not rank_memory.facts and (stored := self.in_slots()):
             self._save(stored)
@@ -206,7 +209,8 @@ class KeeperMemory:
 
         `messages`: its last ones; of each file the facts. "": the state is not complete, or there is none.
         """
-        for kind, descriptor in self._trainer_files.items():  # the rescue is the later step, and the next trainer's
+        # the snapshot comes last: a rescue is never of an earlier step, and is what the next trainer gets
+        for kind, descriptor in self._trainer_files.items():
             if facts_json := messages.get(kind):
                 self.discard()
                 self._checkpoint = MemoryCheckpoint(descriptor, json.loads(facts_json))

@@ -143,8 +143,6 @@ def build_model(config: Config, task: Task) -> nn.Module:
         raise Refusal(f"{where}: return it on the CPU; Evenkeel moves it") from error
     with seen_at(task.model):
         check_model(model, learns=not config.eval_only)
-        refuse_owned(task, model)
-        refuse_merging(model)
     return in_place(model)
 
 
@@ -155,7 +153,11 @@ def build_model_of_rank(config: Config, task: Task, world: World) -> tuple[nn.Mo
         The model; and why this rank has memory for them too, if the task's cannot be built without.
     """
     if config.shard == "off" or world.rank == 0:
-        return build_model(config, task), ""
+        model = build_model(config, task)
+        with seen_at(task.model):
+            refuse_owned(task, model)
+            refuse_merging(model)
+        return model, ""
     seed_task(config.seed, "weights")
     model, why_not_meta = built_on_meta(
         task, lambda model: task.optimizers(model, config), lambda: build_model(config, task)

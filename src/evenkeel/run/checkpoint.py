@@ -145,7 +145,13 @@ class Checkpoints:
         return final
 
     def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
-        """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `in_turn`."""
+        """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `in_turn`.
+
+        1. A folder of this step becomes *.old, unless this is a snapshot and that one is whole.
+        2. The new one gets the name. If another writer was faster, its one stays; at another error *.old gets the name
+           back. After a kill between 1 and 2 `clean` does that.
+        3. The folder is synced; only then *.old and checkpoints beyond --keep are deleted.
+        """
         check_not_stale(self)  # again: this process may have been frozen while it wrote
         old = unfinished(final).with_suffix(".old")  # this process's own: another one may be here at the same moment
         replaces = kind == "checkpoint" or not (final / MANIFEST).exists()
@@ -182,7 +188,7 @@ class Checkpoints:
         """Yield the checkpoints whose manifest can be read, the newest first."""
         for path in reversed(self.all()):
             with contextlib.suppress(Damaged):
-                yield path, read_manifest(path)
+                yield path, read_manifest(path, pauses=())  # a bad sector must not delay each evaluation
 
     def load_newest(self, *, step: int | None = None) -> dict[str, Any] | None:
         """The newest checkpoint that is complete and undamaged, or that of this step; None if there is none. Those that

@@ -107,10 +107,10 @@ class Ending:
         """Write the files of a finished run, with the reason if it stopped early. Returns its ledger."""
         state, path = self._state, self._attempt.path
         self._saver.save_last(state, metrics)
-        with contextlib.suppress(OSError):
-            clean(self._saver.checkpoints.folder)  # no start will delete what a killed writer has left there
         directory.advance("running", state.step)
         activity.enter(CHECKPOINT, "model.pt", self._checkpointer.patience())
+        with contextlib.suppress(OSError):
+            clean(self._saver.checkpoints.folder)  # no start will delete what a killed writer has left there
         write_atomically(path / "model.pt", lambda file: dump(weights, file))
         summary = summary_of(self._attempt, directory, state.step, metrics) | {"weights_sha256": sha256(weights)}
         early = {"stopped_early": bool(early_reason)}
@@ -165,7 +165,8 @@ class Ending:
         return saved
 
     def hung(self) -> None:
-        """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun."""
+        """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun, in this order:
+        save; explain; tell the keeper; kill; log and record."""
         assert self.watch
         diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
         # first: --grace may end this process at any time. If no restart in place follows, the keeper writes it to disk

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from ..common.files import sha256_of
 from ..common.naming import TEST, Kind, full_name, named
-from .state_files import Damaged, Want, WrittenFile, patiently, read_state, state_files
+from .state_files import READ_AGAIN, Damaged, Want, WrittenFile, patiently, read_state, state_files
 
 MANIFEST = "manifest.json"
 
@@ -111,7 +111,7 @@ def verify(path: Path, advance: Callable[[int], object] = lambda _: None, rank: 
     return manifest
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, pauses: Sequence[float] = READ_AGAIN) -> Manifest:
     """The manifest of a checkpoint, not checked against its files.
 
     Raises:
@@ -119,7 +119,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        manifest = manifest_of(content := json.loads(patiently(Path.read_text, file)))
+        manifest = manifest_of(content := json.loads(patiently(Path.read_text, file, pauses)))
         if content["step"] != step_of(path):
             raise ValueError(f"{manifest.kind} of step {content['step']}")
         # those of the state first, in the order of ranks; if one is missing, the manifest is damaged

@@ -58,7 +58,7 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
         facts = directory.status if directory else read_facts(path / "status.json")[0]
         status = recorded_options(path, untrained) | facts
         untrained |= not is_run(path)
-        # what rank 0 has locked is no copy, although a stale cache may show another run there
+        # on a shared disk this is rank 0's folder, which it has locked: no second record, whatever a stale cache shows
         trained = (directory is not None or not in_use(path)) and has_trained(path, facts)
     known = world.gather((launch_token(), status, untrained, trained))
     tokens, statuses, untrained_at, trained_at = zip(*known, strict=True)

@@ -145,7 +145,7 @@ class Run:
                 interruption.on_stop(run.ending.stopped)
                 with ExitStack() as stack, run._finish_or_rescue(interruption):
                     run._resume()
-                    # `stack` is outside of the rescue, so the watch ends after it
+                    # `stack` ends after the rescue: a rank that stops beating while it saves would be killed as frozen
                     stack.enter_context(run._watched(store, interruption))
                     yield run
 
@@ -228,11 +228,11 @@ class Run:
             batches = loader(train_set, sampler, "train", config.num_workers, world.device)
         self.evaluator.prepare()
         owed = self.evaluator.owed or (self._unevaluated and state.evaluation_is_due())
-        if any(world.gather(owed)):  # copies in memory may differ in this: one of before the evaluation, one of after
+        if any(world.gather(owed)):  # ranks may have copies of a step from before and after its evaluation
             self._evaluate_and_save()
         elif state.step and not state.is_over() and (self.attempt.lead or state.sharding):
             self.checkpointer.record_digests()  # rank 0 may have died between the commit and the record
-        # a separate generator: inside one, a StopIteration of the lines above would become a RuntimeError
+        # `steps` itself is no generator: in one, a StopIteration of the lines above would become a RuntimeError
         steps = self._steps(batches, sampler)
         if not config.profile:
             return steps
@@ -241,7 +241,8 @@ class Run:
         return profiled(steps, config, state, world, self.path)
 
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
-        # each turn starts at the committed step: at an epoch's, or one to be computed again or with other shares
+        # each turn begins at the committed step: an epoch's first, one that --verify-every repeats, or the first with
+        # new shares
         loaded = -1  # the epoch whose refreshed data `batches` has
         while not self.state.is_over():
             epoch, first_step = self.plan.locate(self.state.step)

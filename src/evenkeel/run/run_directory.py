@@ -231,12 +231,12 @@ def _close(file: weakref.ref[IO[bytes]]) -> None:
 
 def _try_lock(file: IO[bytes], path: Path, until: float) -> bool:
     """Lock the file, but not between the death of another job's rank 0 and its restart."""
-    while taken := lock(file, until):
+    while lock(file, until):
         if not restarts_elsewhere(read_facts(path / "status.json")[0]):
             os.register_at_fork(after_in_child=partial(_close, weakref.ref(file)))
-            break
+            return True
         unlock(file)
         if time.monotonic() >= until:
-            return False
+            break
         time.sleep(0.05)
-    return taken
+    return False

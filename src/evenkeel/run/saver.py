@@ -135,7 +135,7 @@ class Saver:
         Raises:
             OSError: it cannot be written.
         """
-        self._staging.reserve()  # so that a rescue waits for this save, and does not write the same step
+        self._staging.reserve()  # so that a rescue waits for this save, before it writes the same step
         try:
             self._write(state.capture(staging=Staging(*self._devices, still=True)), metrics)
         finally:
@@ -176,12 +176,14 @@ class Saver:
         if state.step == 0:
             return NOTHING_NEW
         begun = time.monotonic()
-        half_time = begun + self._grace / 2  # whatever the waits take, from here on --grace is for writing
+        # the wait for memory takes a quarter of --grace at most, and that for a commit ends at half of it: the rest is
+        # for writing
+        half_time = begun + self._grace / 2
         # False: the checkpoint thread still writes; its disk may hang
         reserved = self._staging.reserve(begun + self._grace / 4)
         try:
-            # CPU: no copy, as capture(final=True) lets no more steps be committed. A GPU that hangs may commit one: a
-            # copy, into the reserved memory, or into new memory if the writer still has that
+            # on a CPU nothing is copied: after capture(final=True) no step is committed. A GPU that hangs may still
+            # finish one, so its tensors are copied: into the reserved memory, or new if the checkpoint thread has that
             staging = self._staging if reserved and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
             captured = state.capture(half_time, staging, final=True)
             result = self._store_or_write(captured, in_place, local_rank, half_time)

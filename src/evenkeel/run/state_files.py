@@ -77,14 +77,14 @@ def file_of(rank: int, ranks: int) -> str:
     return f"state-{rank}-of-{ranks}.pt"
 
 
-def patiently(read: Callable[[Path], T], file: Path) -> T:
-    """What `read` returns of a checkpoint's file, with further attempts if the disk fails.
+def patiently(read: Callable[[Path], T], file: Path, pauses: Sequence[float] = READ_AGAIN) -> T:
+    """What `read` returns of a checkpoint's file, with a further attempt after each of the pauses if the disk fails.
 
     Raises:
         Damaged: it is missing, or fails for longer, as a bad sector does: then an older checkpoint is worth more than
             a run that has ended, and nothing is deleted.
     """
-    for seconds in (*READ_AGAIN, None):
+    for seconds in (*pauses, None):
         try:
             return read(file)
         except OSError as error:

@@ -48,11 +48,15 @@ class Average:
         change = torch._foreach_sub(live, mean)
         multiply(change, weight)
         torch._foreach_add_(mean, list(change))
+        self._copy_others()
+        for mine, committed in self._buffers:
+            torch._foreach_copy_(mine, committed)
+
+    @torch.no_grad()
+    def _copy_others(self) -> None:
         if self._others:  # after_step() may change them
             live, mine = map(local_rows, zip(*self._others, strict=True))
             torch._foreach_copy_(mine, live)
-        for mine, committed in self._buffers:
-            torch._foreach_copy_(mine, committed)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live averages, or this rank's rows, by the names of the parameters. The buffers are the model's."""
@@ -63,6 +67,7 @@ class Average:
     def load_state_dict(self, saved: Mapping[str, Tensor], model: Mapping[str, Tensor], of: Mapping[str, int]) -> None:
         """Load the averages, and the buffers from the model's state dict of the same step; see `load_weights`."""
         load_weights(self.model, {**model, **saved}, of)
+        self._copy_others()  # older checkpoints have averages of these too, of which an infinite one is NaN
 
 
 def averaged(captured: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

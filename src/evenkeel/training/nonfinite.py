@@ -107,8 +107,9 @@ class Verdict:
 
     @property
     def known(self) -> bool:
-        """Whether the answer has arrived."""
-        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+        """Whether the answer is there at once: of a CPU. A GPU's may be there on one rank and not yet on another, and
+        they must do the same."""
+        return self._arrived is None
 
     def pop(self) -> bool:
         """Wait for the answer and clear it: the next call returns False."""

@@ -173,9 +173,10 @@ def warn_of_sums(method: str, task: Any, device: torch.device, samples: int, mod
 
 def warn_of_missing(batch: Any, samples: int) -> bool:
     """Warn if all tensors of a batch have fewer rows than it has samples. One row may be all of them, one after the
-    other. Returns whether it has warned."""
-    rows = {len(it) for it in tensors_in(batch) if not it.is_nested and it.dim()}
-    if len(rows) != 1 or not 1 < min(rows) < samples:
+    other, and the samples may be in another dimension. Returns whether it has warned."""
+    tensors = [it for it in tensors_in(batch) if not it.is_nested and it.dim()]
+    rows = {len(it) for it in tensors}
+    if len(rows) != 1 or not 1 < min(rows) < samples or any(samples in it.shape for it in tensors):
         return False
     log.warning(
         "collate() made %d rows of %d samples: if it leaves samples out, they count all the same in the weights of "

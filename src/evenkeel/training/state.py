@@ -177,7 +177,7 @@ class State:
                 self.average.update(self.step + 1, nonfinite)
             self.step += 1
         self._verdict.ask(failed)
-        # undo it now if that is known (always on a CPU); else a later `settle` does, and a rescue meanwhile sees by
+        # undo it now if that is known, as on a CPU; else a later `settle` does, and a rescue meanwhile sees by
         # `begun` and `done` which step is there
         if self._verdict.known or skip is True:
             self.settle()

@@ -121,11 +121,14 @@ class TaskState:
             self._task.after_step(model, step, self.losses)
             lost = changed_numbers(then, dict(_put_back(model))) if looks else {}
         if lost:
-            names = listed(list(lost))
-            raise EndedHere(
-                f"after_step() changes {names}, which is put back after it: keep values in attributes of the "
-                "task, with state_dict() and load_state_dict(state), and set requires_grad in loss(model, batch, step)"
+            line = (
+                f"after_step() changes {listed(list(lost))}, which is put back after it: keep values in attributes of "
+                "the task, with state_dict() and load_state_dict(state), and set requires_grad in loss(model, batch, "
+                "step)"
             )
+            if self._commits == 1:  # an error here leaves the step half done: later it would lose those before too
+                raise EndedHere(line)
+            log.warning("%s", line)
         if self.now is not None:
             self.now = self._read_later()
         self._mark = digest(self.now) if looks else ""
@@ -246,7 +249,7 @@ def all_numbers(task: Any, model: nn.Module, contents: bool) -> Iterator[tuple[s
     for owner, it in [("self", task), *modules]:
         yield from ((f"{owner}.{name}", value) for name, value in numbers_of(it))
     left = MOST_BYTES
-    for name, value in getattr(task, "__dict__", {}).items() if contents else ():
+    for name, value in dict(getattr(task, "__dict__", {})).items() if contents else ():
         if isinstance(value, (list, deque)):
             yield f"self.{name} (its length)", len(value)
         # one with a graph is of this step only
