@@ -22,7 +22,7 @@ BUDGET = {
     "data": 3180,
     "distributed": 2601,
     "resilience": 1923,
-    "training": 6949,
+    "training": 6950,
     "run": 7538,
     "tasks": 2307,
     "mirror": 726,

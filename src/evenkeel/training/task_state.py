@@ -59,6 +59,7 @@ class TaskState:
     def __init__(self, task: Task, seed: int, world: World, averages: bool = False) -> None:
         self._task, self._seed, self._world, self._averages = task, seed, world, averages
         self._commits, self._unsaved = 0, set[str]()
+        self._lost = ""  # what `after_step` has changed in vain, in a line
         saves, loads = (defines(type(task), name) for name in ("state_dict", "load_state_dict"))
         if saves != loads:
             has, lacks = ("state_dict()", "load_state_dict(state)")[:: 1 if saves else -1]
@@ -121,14 +122,11 @@ class TaskState:
             self._task.after_step(model, step, self.losses)
             lost = changed_numbers(then, dict(_put_back(model))) if looks else {}
         if lost:
-            line = (
+            self._lost = (
                 f"after_step() changes {listed(list(lost))}, which is put back after it: keep values in attributes of "
                 "the task, with state_dict() and load_state_dict(state), and set requires_grad in loss(model, batch, "
                 "step)"
             )
-            if self._commits == 1:  # an error here leaves the step half done: later it would lose those before too
-                raise EndedHere(line)
-            log.warning("%s", line)
         if self.now is not None:
             self.now = self._read_later()
         self._mark = digest(self.now) if looks else ""
@@ -158,7 +156,10 @@ class TaskState:
             )  # fmt: skip
 
     def compare(self) -> None:
-        """End the run on all ranks if their states differ."""
+        """End the run on all ranks if their states differ, or if `after_step` changes what is put back: not within a
+        commit, which would be half done."""
+        if self._lost:
+            raise EndedHere(self._lost)
         everywhere = self._world.gather(digest(self.now))
         for rank, found in enumerate(everywhere):
             if found != everywhere[0]:
