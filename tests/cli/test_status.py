@@ -55,7 +55,8 @@ def submitted(run_dir: Path) -> None:
     (run_dir / "slurm" / "job.json").write_text(json.dumps(names | {"submitted": 0.0}))
 
 
-def test_a_run_of_less_than_a_minute_says_so_in_place_of_its_goodput() -> None:
+def test_a_run_of_less_than_a_minute_says_so_in_place_of_its_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     header, *rows = typed("status", OLD_RUNS / "finished")[1].splitlines()
     assert header.endswith("GOODPUT")
     assert rows[0].endswith("<1 min")
