@@ -356,10 +356,10 @@ def test_other_nodes_copy_what_they_have_written_and_do_not_delete(store: Store,
     assert sorted(store.manifests()) == [3], "the host that wrote it copies it"
 
 
-def a_run(folder: Path, time: float = 9.0, state: str = "finished", step: int = 3, seconds: float = 0.0) -> Path:
+def a_run(folder: Path, time: float = 9.0, state: str = "finished", step: int = 3) -> Path:
     """A run's own files, as on the node of rank 0, or copied from there when its attempt began."""
     folder.mkdir(parents=True, exist_ok=True)
-    status = {"state": state, "step": step, "time": time, "world_sizes": [2], "seconds": seconds}
+    status = {"state": state, "step": step, "time": time, "world_sizes": [2]}
     (folder / "status.json").write_text(json.dumps(status))
     (folder / "config.toml").write_text('schedule = "constant"\n')
     return folder
@@ -401,14 +401,6 @@ def test_a_result_that_was_not_copied_is_copied_at_the_next_start(store: Store, 
     saved(tmp_path / "checkpoints", 3)
     node = copier(store, tmp_path, first=False)
     assert node.begin() == 0
-    node._pass(True)
-    assert store.read("model.pt") == b"weights"
-
-
-def test_a_result_is_copied_although_the_clock_was_set_back(store: Store, tmp_path: Path) -> None:
-    saved(a_run(tmp_path, 5000.0, "running", seconds=1.0) / "checkpoints", 3)
-    (node := copier(store, tmp_path))._pass(False)
-    (a_run(tmp_path, 1000.0, seconds=2.0) / "model.pt").write_bytes(b"weights")
     node._pass(True)
     assert store.read("model.pt") == b"weights"
 

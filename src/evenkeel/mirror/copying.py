@@ -295,8 +295,8 @@ class Copier:
         say(f"evenkeel: {self.settings.url}: {text}", to_stderr=True)
 
 
-def _age(status: dict[str, Any]) -> tuple[int, float, float]:
-    return len(status.get("world_sizes", [])), status.get("seconds", 0.0), status.get("time", 0.0)
+def _age(status: dict[str, Any]) -> tuple[int, float]:
+    return len(status.get("world_sizes", [])), status.get("time", 0.0)
 
 
 def _shown(error: Exception) -> str:

@@ -88,7 +88,6 @@ def _of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequ
     return [dict(it) for it in statuses if it and (not goes_on or it.get("run_id") in (goes_on, "", None))]
 
 
-def _age(status: dict[str, Any]) -> tuple[int, float, float]:
-    """Orders the statuses of nodes without a shared disk: by attempts, and of one attempt rank 0's, written last. The
-    clock, which may be set back, counts last."""
-    return len(status.get("world_sizes", [])), status.get("seconds", 0.0), status.get("time", 0.0)
+def _age(status: dict[str, Any]) -> tuple[int, float]:
+    """Orders the statuses of nodes without a shared disk: by attempts, and of one attempt rank 0's, written last."""
+    return len(status.get("world_sizes", [])), status.get("time", 0.0)
