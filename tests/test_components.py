@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2601,
     "resilience": 1923,
     "training": 6950,
-    "run": 7538,
+    "run": 7537,
     "tasks": 2307,
     "mirror": 726,
     "launch": 3180,

@@ -38,7 +38,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def type_in(line: str, checkout: Path) -> Done:
     """Run a line as a shell would after `. .venv/bin/activate`."""
     path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
-    return processes.run(["bash", "-c", line], checkout, {"PATH": path, "PYTHON": sys.executable})
+    env = {
+        "PATH": path,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(checkout / "src"),
+    }  # .venv has the original's source
+    return processes.run(["bash", "-c", line], checkout, env)
 
 
 def test_the_task_in_the_readme_is_at_most_forty_lines() -> None:

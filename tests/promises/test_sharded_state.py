@@ -137,7 +137,7 @@ class Blind(Struck):
     pass
 
 
-def fail(*_):
+def fail(*_, **__):
     raise OSError(5, os.strerror(5))
 
 
