@@ -22,7 +22,7 @@ BUDGET = {
     "data": 3180,
     "distributed": 2601,
     "resilience": 1923,
-    "training": 6950,
+    "training": 6952,
     "run": 7537,
     "tasks": 2307,
     "mirror": 726,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenkeel.config import Config
-from evenkeel.training.digest import bit_sum, digests
+from evenkeel.training.digest import bit_sum, digests, word_sum
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
 from evenkeel.training.staging import named_tensors
 from evenkeel.training.state import State
@@ -106,3 +106,8 @@ def test_a_state_is_named_by_its_parameters_and_holds_committed_buffers() -> Non
     with torch.no_grad():
         model[0].bias.add_(1)
     assert {name for name, value in digests(state.tensors()).items() if value != found[name]} == {"model.0.bias"}
+
+
+def test_the_sum_of_words_of_a_tensor_that_begins_anywhere() -> None:
+    whole = torch.arange(9, dtype=torch.float32)
+    assert all(word_sum(whole[start:]) == word_sum(whole[start:].clone()) for start in range(9))

@@ -64,7 +64,9 @@ def word_sum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's words, a scalar on its device. It finds less than a digest, in a thirtieth of the time,
     which counts in the first step after a restart."""
     octets = tensor.flatten().view(torch.uint8)
-    even = len(octets) - len(octets) % 8 if octets.storage_offset() % 8 == 0 else 0  # ten times as fast
+    if octets.storage_offset() % 8:  # no words begin there
+        octets = octets.clone()
+    even = len(octets) - len(octets) % 8
     return octets[:even].view(torch.int64).sum() + octets[even:].sum()
 
 
