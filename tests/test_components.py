@@ -20,7 +20,7 @@ BUDGET = {
     "common": 1961,
     "config": 600,
     "data": 3180,
-    "distributed": 2601,
+    "distributed": 2599,
     "resilience": 1923,
     "training": 6952,
     "run": 7537,

@@ -22,12 +22,10 @@ def claim_first_failure(line: str = "", or_otherwise: bool = False) -> bool:
         (own := file.with_name(f"{file.name}.{os.getpid()}")).write_bytes(text)
         try:
             os.link(own, file)  # complete at once: another rank may read it
-        except FileExistsError:
-            return or_otherwise and file.read_bytes() != text
-        except OSError:  # a file system without links
-            if file.exists():
+        except OSError:
+            if file.exists():  # another rank was first
                 return or_otherwise and file.read_bytes() != text
-            own.replace(file)
+            own.replace(file)  # a file system without links
         finally:
             own.unlink(missing_ok=True)
     return True

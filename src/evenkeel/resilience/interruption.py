@@ -63,6 +63,7 @@ class Interruption:
         self.reason = ""
         """Why this process is ending, if it is: a signal's name, a hang, an error, or REGROUPING."""
         self._on_stop: OnStop = lambda _why: None
+        self._lost_keeper = ""  # the line about its death, once it is known
         self._deciding = threading.Lock()
         self._receive_signals()
 
@@ -144,7 +145,7 @@ class Interruption:
                 first, reason = first or time.monotonic(), signal.Signals(number).name
                 if keeper_link.has_keeper() and os.getppid() != self._parent:
                     reason = ORPHANED
-                    claim_lost_keeper(os.environ.get("RANK", "0"))  # before the save: the next attempt reads it
+                    self._lost_keeper = claim_lost_keeper(os.environ.get("RANK", "0"))  # the next attempt reads it
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
             self.begin_end(reason, partial(self._on_stop, lambda: self.reason), STOPPED)
@@ -157,9 +158,8 @@ class Interruption:
         except BaseException:
             log.exception("could not save after %s", self.reason)
         finally:
-            rank = os.environ.get("RANK", "0")
-            line = claim_lost_keeper(rank) if self.reason == ORPHANED else ""
-            _exit_now(code, f"{line}; torchrun decides" if line and rank != "0" else "")  # rank 0 has a line of its own
+            speaks = self.reason == ORPHANED and os.environ.get("RANK", "0") != "0"  # rank 0 has a line of its own
+            _exit_now(code, f"{self._lost_keeper}; torchrun decides" if speaks else "")
 
     def _exit_after_grace(self, code: int) -> None:
         time.sleep(self.grace)

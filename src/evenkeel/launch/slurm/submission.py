@@ -143,7 +143,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
 def _minutes(typed: str | None) -> int | None:
     """The time limit of --time, else the environment's, if there is one."""
     if typed is not None:
-        return parse_time(typed, "--time ")
+        return parse_time(typed)
     limit = os.environ.get("SBATCH_TIMELIMIT")
     return parse_time(limit, "SBATCH_TIMELIMIT=") if limit else None
 
