@@ -133,11 +133,14 @@ def test_a_signal_for_a_child_of_the_task_does_not_stop_the_run(tmp_path: Path) 
     """A pool ends its processes by SIGTERM, and they have the handlers of the process that forked them."""
     body = """
     def loss(self, model, batch):
-        from multiprocessing import get_context
-        if not hasattr(self, "pooled"):
-            self.pooled = True
-            with get_context("fork").Pool(2) as pool:
-                pool.map(abs, range(4))
+        ready, told = os.pipe()
+        if not (child := os.fork()):
+            os.write(told, b"1")  # only now a signal is the child's alone
+            time.sleep(0.5)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        os.waitpid(child, 0)
         return super().loss(model, batch)
     """
     words = job(tmp_path / "run", *RARE, "--max-steps", 3, "--task", runs.own_task(tmp_path, body))
