@@ -21,7 +21,7 @@ BUDGET = {
     "config": 600,
     "data": 3180,
     "distributed": 2599,
-    "resilience": 1923,
+    "resilience": 1929,
     "training": 6952,
     "run": 7537,
     "tasks": 2307,

@@ -68,11 +68,11 @@ class Interruption:
         self._receive_signals()
 
     def _receive_signals(self) -> None:
-        self._parent = os.getppid()
+        self._pid, self._parent = os.getpid(), os.getppid()
         self._pipe, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
+        os.register_at_fork(after_in_child=self._leave_to_fork)
         for number in heeded_stops():
             self._receive(number)
         if keeper_link.has_keeper():
@@ -82,15 +82,20 @@ class Interruption:
         threading.Thread(target=self._read_signals, name="interruption", daemon=True).start()
 
     def _receive(self, number: signal.Signals) -> None:
-        owner = os.getpid()
-
-        def pass_on(number: int, _frame: object) -> None:  # if other code has set its own pipe, such as an event loop
-            mine = os.getpid() == owner  # a fork has this handler too
-            if mine and signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False) != self._wakeup:
-                os.write(self._wakeup, bytes([number]))
-
-        signal.signal(number, pass_on)
+        signal.signal(number, self._pass_on)
         signal.siginterrupt(number, False)
+
+    def _pass_on(self, number: int, _frame: object) -> None:
+        """Write the signal to our pipe, in case other code has set a pipe of its own, such as an event loop."""
+        mine = os.getpid() == self._pid  # a fork has this handler too
+        if mine and signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False) != self._wakeup:
+            os.write(self._wakeup, bytes([number]))
+
+    def _leave_to_fork(self) -> None:
+        """In a fork: SIGTERM ends it, as `multiprocessing` expects of its processes; other stop signals do nothing."""
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._pass_on:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_stop(self, act: OnStop) -> None:
         """Register what a thread calls before the process ends with :data:`STOPPED`."""
@@ -125,6 +130,7 @@ class Interruption:
 
         If the process is ending already, wait for that, and do not return.
         """
+        time.sleep(0.1)  # Slurm signals all processes of a job, and one of the task's may have died of it first
         with self._deciding:
             if not self.reason:
                 self.reason = ERROR
