@@ -43,6 +43,7 @@ def test_text_will_do_for_a_path() -> None:
     made = Config(run_dir="runs/api", config="my.toml", init_from="weights.pt")  # type: ignore[arg-type]
     assert (made.run_dir, made.config, made.init_from) == (Path("runs/api"), Path("my.toml"), Path("weights.pt"))
     assert Config().run_dir is None
+    assert Config(run_dir=Path("~/x")).run_dir == Path.home() / "x", "a shell leaves it in --run-dir=~/x"
 
 
 @pytest.mark.parametrize(

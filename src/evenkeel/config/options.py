@@ -261,9 +261,10 @@ class Config(
     """
 
     def __post_init__(self) -> None:
-        for it in fields(self):  # text is accepted as a path
-            if it.type == "MaybePath" and isinstance(path := getattr(self, it.name), str):
-                object.__setattr__(self, it.name, Path(path))
+        for it in fields(self):  # text is accepted as a path, and ~: a shell leaves it in --run-dir=~/runs
+            if it.type == "MaybePath" and (given := getattr(self, it.name)) is not None:
+                path = Path(given)
+                object.__setattr__(self, it.name, path.expanduser() if path.parts[:1] == ("~",) else path)
 
     def resolved(self) -> Config:
         """A copy with the defaults that depend on other options."""

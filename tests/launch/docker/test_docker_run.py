@@ -123,6 +123,7 @@ def test_mounts(tmp_path: Path) -> None:
         (["-n", "2", "-nr", "0"], "--master is missing: -n 2 needs the address of node 0, HOST or HOST:PORT"),
         (["-n", "2", "--master", "a"], "-nr is missing: with -n 2 give each node its own, from 0"),
         (["-g", "0"], "--gpus 0: must be at least 1"),
+        (["--env", "KEY=sesame"], "--env KEY: is not set here; export it, and give only its name"),
     ],
 )
 def test_refusals(words: list[str], line: str) -> None:
@@ -189,11 +190,11 @@ def run(tmp_path: Path, *words: object, ends: int = 0) -> tuple[Done, list]:
 
 
 def test_the_command_is_run_or_printed_without_a_secret_and_its_exit_code_is_ours(tmp_path: Path) -> None:
-    done, calls = run(tmp_path, "-g", 2, "--dry-run", "--", "--task", "a b.py:X")
+    done, calls = run(tmp_path, "-g", 2, "--env", "CALLS", "--dry-run", "--", "--task", "a b.py:X")
     assert (done.returncode, calls, (tmp_path / "runs").exists()) == (0, [], False)
     assert "sesame" not in done.stdout + done.stderr
     argv = shlex.split(done.stdout)
-    assert "--env=WANDB_API_KEY" in argv
+    assert {"--env=WANDB_API_KEY", "--env=CALLS"} < set(argv)
     assert argv[-2:] == ["--task", "a b.py:X"]
     done, ((argv, key),) = run(tmp_path, "-g", 2, ends=75)
     assert done.returncode == 75

@@ -94,6 +94,8 @@ class ContainerNode(MultiNode):
     """Folder with data, mounted read-only as data/."""
     add: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = ()
     """More files or folders, such as a task's file, mounted read-only beside train.py."""
+    env: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ()
+    """More environment variables to pass on, such as AWS_ACCESS_KEY_ID for --mirror; WANDB_*, NCCL_* are passed on."""
     network: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
     """host, or a network of the engine. Default: host for several nodes, else the engine's default."""
     name: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ""
@@ -146,8 +148,12 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
         if not path.exists():
             raise Refusal(f"{path}: no such file or folder")
         options.append(_mount(path, path.name))
+    for name in typed.env:
+        if name not in environ:
+            raise Refusal(f"--env {name.partition('=')[0]}: is not set here; export it, and give only its name")
     # by name: the engine takes the value from its environment, so that no process list shows it
-    options += [f"--env={name}" for name in sorted(environ) if name.startswith(PASSED_ON)]
+    passed = {*typed.env, *(name for name in environ if name.startswith(PASSED_ON))}
+    options += [f"--env={name}" for name in sorted(passed)]
     options.append(f"--env=EVENKEEL_LAUNCH={uuid4().hex}")  # one launch over all restarts: --fresh starts over once
     inside = replace(typed, script=typed.script and Path(typed.script.name))
     launch = [word for it in fields(MultiNode) for word in _typed(it.name, getattr(inside, it.name), it.default)]
