@@ -46,11 +46,11 @@ class Reduction:
         """Begin a step with these micro-batches of each rank. The collectives of the previous step are over."""
         self.all_buckets_ready = False
 
-    def repeats(self, micro_batch: int) -> bool:
+    def repeats(self, micro_batch_id: int) -> bool:
         """Whether this rank computes a micro-batch that counts on another rank, as with --shard an idle rank does."""
         return False
 
-    def accumulate(self, micro_batch: int) -> None:
+    def accumulate(self, micro_batch_id: int) -> None:
         """Add a micro-batch's gradient to this rank's sum, where ``.grad`` does not add up itself (the tree)."""
 
     def end(self) -> None:
@@ -150,12 +150,12 @@ class TreeReduction(Reduction):
         super().begin_step(shares)
         self._shares, self._so_far, self._used = shares, Fold(_add), set()
 
-    def accumulate(self, micro_batch: int) -> None:
+    def accumulate(self, micro_batch_id: int) -> None:
         """Move the gradient from ``.grad`` into the fold."""
         gradients = self._taken()
         if self.unused:
             torch._foreach_add_(gradients, 0.0)  # makes -0.0 +0.0
-        self._so_far.push(Node(0, micro_batch), gradients)
+        self._so_far.push(Node(0, micro_batch_id), gradients)
 
     def end(self) -> None:
         """Fold in the last micro-batch and add up over the ranks, if DDP does not."""

@@ -89,11 +89,11 @@ class ShardedReduction(Reduction):
         super().begin_step(shares)
         self.micro_batches, self.round = max(run.stop for run in shares), 0
 
-    def repeats(self, micro_batch: int) -> bool:
+    def repeats(self, micro_batch_id: int) -> bool:
         """Whether this rank only repeats a micro-batch, because it has none of its own in this round."""
-        return micro_batch != self.round * self.world.world_size + self.world.rank
+        return micro_batch_id != self.round * self.world.world_size + self.world.rank
 
-    def accumulate(self, micro_batch: int) -> None:
+    def accumulate(self, micro_batch_id: int) -> None:
         """Begin the next round. The reductions have stored the gradient; what is in ``.grad`` is no sum yet."""
         for parameter in self.parameters:
             parameter.grad = None

@@ -55,9 +55,9 @@ class StepSums:
         placed = [part.to(self._device) for part in parts]
         return torch.cat(placed) if len(placed) > 1 else placed[0]
 
-    def add(self, micro_batch: int, packed: Tensor) -> None:
+    def add(self, micro_batch_id: int, packed: Tensor) -> None:
         """Take a result of :meth:`packed`, in the order of micro-batches."""
-        self._mine.push(Node(0, micro_batch), packed)
+        self._mine.push(Node(0, micro_batch_id), packed)
 
     def begin_total(self) -> Callable[[], Tensor]:
         """Begin to add up over the ranks, all of which must call it. Returns a function that waits for the sums."""
