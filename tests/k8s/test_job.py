@@ -115,6 +115,7 @@ def usual(cluster: Cluster) -> None:
     cluster.dns_lag = 0.0
 
 
+@pytest.mark.long
 def test_the_control_the_usual_manifest_repeats_steps(tmp_path: Path) -> None:
     with trial(tmp_path / "app", "2", 2) as it:
         usual(it.cluster)

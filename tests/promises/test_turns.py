@@ -28,6 +28,7 @@ def test_turns_go_through_a_kill_and_other_numbers_of_ranks(tmp_path: Path, redu
     assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("code")
 def test_a_gradient_penalty_does_not_go_with_compile_and_a_line_says_so(tmp_path: Path) -> None:
     done = run_forked(TRAIN, *job(tmp_path / "run", "--compile"), expect=1)
