@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2599,
     "resilience": 1929,
     "training": 6952,
-    "run": 7537,
+    "run": 7539,
     "tasks": 2307,
     "mirror": 726,
     "launch": 3186,

@@ -31,8 +31,9 @@ class Notebook:
     """An interactive Python without a terminal: what a kernel is, without its messages."""
 
     def __init__(self, folder: Path) -> None:
+        path = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
         self.process = subprocess.Popen(
-            [sys.executable, "-i", "-q"], cwd=folder, env=environment({"PYTHONPATH": str(ROOT)}), text=True,
+            [sys.executable, "-i", "-q"], cwd=folder, env=environment(path), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -112,6 +113,17 @@ def test_ctrl_c_leaves_python_alive_and_the_last_step_saved(notebook: Notebook, 
     slow.unlink()
     assert f"step {status['step']}/27" in notebook.run(code)
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "usual")
+
+
+def test_a_start_that_fails_while_it_reads_data_leaves_the_folder_free(notebook: Notebook) -> None:
+    code = call("Mine", "run", ", max_steps=2")
+    read_it = "recording_task.Recording.__getitem__"
+    notebook.run(f"whole = {read_it}; {read_it} = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)")
+    assert "KeyboardInterrupt" in notebook.run(code)
+    notebook.run(f"{read_it} = whole")
+    told = notebook.run(code)
+    assert "step 2/2" in told, told
+    assert "in use" not in told
 
 
 REFUSED = {

@@ -170,6 +170,19 @@ def test_a_buffer_that_the_state_would_lose_ends_the_first_step(way: str, expect
     assert expected in str(ended and ended.value)
 
 
+def test_a_replaced_buffer_does_not_hide_an_error_of_the_model() -> None:
+    class Broken(Odd):
+        def forward(self, x: Any) -> Any:
+            super().forward(x)
+            raise ValueError("my own")
+
+    model = Broken("is another")
+    state, plan = State(model, []), Plan(4, global_batch=4, micro_batch=2, epochs=1)
+    learner = DistributedLoss(lambda network, batch: network(batch), state, ALONE, plan)
+    with pytest.raises(ValueError, match="my own"):
+        passes(learner, 0, plan.micro_batches(0), [torch.ones(2, 2)] * 2)
+
+
 @pytest.mark.parametrize(
     ("change", "steps"),
     [

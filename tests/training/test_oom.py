@@ -41,7 +41,7 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     note_batch(caught.value, (torch.zeros(8, 3), torch.zeros(8)))
-    text = explained(caught.value, CPU, config, "step 7 is saved")
+    text = explained(caught.value, CPU, config)
     assert "\n" not in text
     for part in (
         "out of memory on rank 3 (the memory of host ",
@@ -50,7 +50,6 @@ def test_the_message_names_all_that_one_would_ask_for(monkeypatch: pytest.Monkey
         "the batch was [8, 3] float32, [8] float32",
         "this process uses ",
         "the same command with --micro-batch 4 instead of 8 goes on",
-        "step 7 is saved",
     ):
         assert part in text
     with pytest.raises(RuntimeError) as built:

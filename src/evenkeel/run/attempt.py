@@ -118,7 +118,11 @@ class Attempt:
         self.hosts: list[str] = []
         self._notices: list[str] = []  # warnings to log when the attempt has begun; "" for none
         self.harmless, self._cutter = task.harmless, cutter
-        self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
+        try:
+            self.data.read_digests({} if config.fresh else read_facts(self.path / "status.json")[0])
+        except BaseException:
+            self.close()  # a notebook goes on, and the next try needs the folder
+            raise
 
     def close(self) -> None:
         """Unlock the run's folder, for a process that goes on after the run."""

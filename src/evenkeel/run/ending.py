@@ -148,21 +148,19 @@ class Ending:
         Raises:
             OutOfMemory: if memory has run out: the same error, with an explanation.
         """
-        if is_out_of_memory(error):
-            device, config = self._world.device, self._attempt.config
-            saved = self._save_and_record_failure(OutOfMemory(explained(error, device, config)))
-            raise OutOfMemory(explained(error, device, config, saved)) from error
-        self._save_and_record_failure(error)
-
-    def _save_and_record_failure(self, error: BaseException) -> str:
-        lost = keeper_link.has_keeper() and is_loss_of_a_rank(error)  # if so, the keeper decides and reports
+        out_of_memory = is_out_of_memory(error)
+        lost = keeper_link.has_keeper() and not out_of_memory and is_loss_of_a_rank(error)  # then the keeper reports
         if isinstance(error, Ended | Refusal):
             log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # `exit_code` prints the traceback
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost).text
-        self._record_failure(error, saved, lost)
-        return saved
+        if not out_of_memory:
+            self._record_failure(error, saved, lost)
+            return
+        line = explained(error, self._world.device, self._attempt.config)  # after the save: nvidia-smi may take long
+        self._record_failure(OutOfMemory(line), saved)
+        raise OutOfMemory(f"{line}; {saved}") from error
 
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun, in this order:

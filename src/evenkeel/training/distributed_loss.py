@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -329,7 +329,8 @@ class DistributedLoss:
         try:
             yield
         except Exception as error:
-            self.state.buffers.rewind()
+            with suppress(Exception):  # a replaced buffer or a lost GPU must not hide this error
+                self.state.buffers.rewind()
             note_batch(error, self._pass.batch, micro_batch=self._pass.micro_batch)
             with seen_at(self._loss.function) if TWICE in str(error) else nullcontext():
                 explain(error, self._network)

@@ -61,8 +61,8 @@ def note_batch(error: BaseException, batch: Any, remedy: str = "", micro_batch: 
         error.shapes = ", ".join(known[:6]) + more  # type: ignore[attr-defined]
 
 
-def explained(error: BaseException, device: torch.device, config: Config | None = None, saved: str = "") -> str:
-    """An out-of-memory error in a line; ``saved`` says whether the last finished step is saved."""
+def explained(error: BaseException, device: torch.device, config: Config | None = None) -> str:
+    """An out-of-memory error in a line."""
     # with nn.DataParallel or a model on several devices, the error may name another GPU
     if other := re.search(r"in replica \d+ on device (\d+)|GPU (\d+) has a total capacity", str(error)):
         device = torch.device("cuda", int(other[1] or other[2]))
@@ -80,7 +80,6 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
         f"the batch was {batch}" if batch else "",
         _held_on_host() if on_host else _held_on_gpu(device),
         getattr(error, "remedy", "") or (remedy(config) if config else "make room, or use a smaller --micro-batch"),
-        saved,
     ]
     return "; ".join(filter(None, parts))
 
