@@ -391,8 +391,8 @@ metrics.csv: a row that was cut off by a kill stays, and the next one is written
     + int(row["step"]) <= 10**9]
 docker/run.py puts the value of a secret on the command line
     launch/docker/docker_run.py | tests/launch/docker/test_docker_run.py
-    - f"--env={name}" for name in sorted(environ)
-    + f"--env={name}={environ[name]}" for name in sorted(environ)
+    - f"--env={name}" for name in sorted(passed)
+    + f"--env={name}={environ[name]}" for name in sorted(passed)
 half a minute of --time is lost
     launch/limits.py | tests/launch/test_limits.py
     - (seconds + 59) // 60

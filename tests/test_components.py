@@ -20,14 +20,14 @@ BUDGET = {
     "common": 1961,
     "config": 601,
     "data": 3180,
-    "distributed": 2599,
+    "distributed": 2613,
     "resilience": 1929,
     "training": 6952,
-    "run": 7539,
+    "run": 7547,
     "tasks": 2307,
     "mirror": 726,
     "launch": 3186,
-    "cli": 7516,
+    "cli": 7517,
     "time_travel": 1689,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

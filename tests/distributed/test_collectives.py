@@ -2,19 +2,24 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as with_gradient
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import all_gather  # as a task may import it
+from torch.utils.data.distributed import DistributedSampler
 
-from evenkeel.common.errors import EndedHere
-from evenkeel.distributed.collectives import no_collectives
+from evenkeel.common.errors import EndedHere, Refusal
+from evenkeel.config import Config
+from evenkeel.distributed.collectives import before_the_group, no_collectives
 from evenkeel.distributed.sync_batchnorm import BusyRanks
 from evenkeel.distributed.world import World
+from evenkeel.run.build import build_model
 from tests.support.processes import free_port
 
 
@@ -88,3 +93,15 @@ def test_a_state_is_sent_with_tensors_of_any_type(group: None, dtype: torch.dtyp
     assert [it.float().tolist() for it in found if not it.is_complex()] == [
         it.float().tolist() for it in tensors if not it.is_complex()
     ]
+
+
+def test_ddp_and_a_distributed_sampler_in_a_task_are_refused_in_a_line() -> None:
+    task = SimpleNamespace(model=lambda: nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
+    with pytest.raises(Refusal, match=rf"model\(\) at {__file__}:\d+ needs a process group.*: leave out DDP") as model:
+        build_model(Config(), cast(Any, task))
+    assert "\n" not in str(model.value)
+    line = r"train_dataset\(\).* leave out DDP, DistributedSampler"
+    with pytest.raises(Refusal, match=line), before_the_group("train_dataset"):
+        DistributedSampler([1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mine"), before_the_group("model"):
+        raise ValueError("mine")

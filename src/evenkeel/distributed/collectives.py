@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
-from ..common.errors import EndedHere
+from ..common.errors import EndedHere, Refusal, place_of
 
 HELPERS = {c10d: ["_rank_not_in_group"], functional: ["_resolve_group", "_resolve_group_name"]}
 """Not every release of torch has all of these names."""
@@ -54,6 +54,20 @@ def no_collectives(what: str) -> Iterator[None]:
         raise (of_divided_weight(frame) if MIXED in str(error) else _refusal(what, frame)) from error
     finally:
         _refused.pop()
+
+
+@contextmanager
+def before_the_group(method: str) -> Iterator[None]:
+    """Refuse DDP, a `DistributedSampler` and the like in a task's method, which is called without a process group."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if UNINITIALIZED not in str(error):
+            raise
+        raise Refusal(
+            f"{method}(){place_of(error.__traceback__)} needs a process group, and there is none yet: leave out DDP, "
+            "DistributedSampler and collectives; Evenkeel distributes the model and the samples itself"
+        ) from error
 
 
 def of_divided_weight(frame: FrameType | None = None) -> EndedHere:

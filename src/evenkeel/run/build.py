@@ -27,6 +27,7 @@ from ..data.dataset import SizedDataset
 from ..data.order import positions_in
 from ..data.plan import Plan
 from ..data.randomness import seed_task
+from ..distributed.collectives import before_the_group
 from ..distributed.placement import place
 from ..distributed.sync_batchnorm import synchronise
 from ..distributed.world import World
@@ -79,11 +80,23 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
     if not config.eval_only:
         shard_size(config, world.world_size)
     activity.enter(START_UP, "data")
-    train_set = training_set(task, config)
+    with before_the_group("train_dataset"):
+        train_set = training_set(task, config)
     refuse_unrefreshable(task, train_set)
     samples = positions_in(train_set)
     with contextlib.nullcontext() if samples else seen_at(task.train_dataset):
         validate(config, samples)
+    refuse_lacking(config, task)
+    sets = evaluation_sets(task, config)
+    if not sets:
+        refuse_evaluation(config)
+    if config.validation:
+        refuse_overlap(train_set, sets[VALIDATION])
+    return world, {TRAINING: train_set} | sets
+
+
+def refuse_lacking(config: Config, task: Task) -> None:
+    """Refuse options that need a package which is not installed, or a task of another kind."""
     if config.tensorboard and not find_spec("tensorboard"):
         raise Refusal("--tensorboard: needs the package tensorboard; pip install tensorboard")
     if config.save_predictions and not isinstance(task, Classification):
@@ -93,12 +106,6 @@ def prepare(config: Config, task: Task, recorded: Mapping[str, Any]) -> tuple[Wo
             f"--strategy dp: divides a batch among GPUs by its samples, which are not known of a batch that "
             f"{type(task).__name__}.collate() makes; start one process for each GPU (torchrun, --strategy ddp)"
         )
-    sets = evaluation_sets(task, config)
-    if not sets:
-        refuse_evaluation(config)
-    if config.validation:
-        refuse_overlap(train_set, sets[VALIDATION])
-    return world, {TRAINING: train_set} | sets
 
 
 def refuse_evaluation(config: Config) -> None:
@@ -133,7 +140,8 @@ def build_model(config: Config, task: Task) -> nn.Module:
     """The model with its random weights, from the run's seed."""
     seed_task(config.seed, "weights")
     try:
-        model = task.model()
+        with before_the_group("model"):
+            model = task.model()
     except (RuntimeError, AssertionError) as error:  # torch's, without a driver, a GPU or CUDA
         note_batch(error, None, "make the network in model() smaller, or make room")
         # a machine with a GPU may have lost its driver for a moment

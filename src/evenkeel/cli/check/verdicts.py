@@ -23,7 +23,8 @@ REMEDIES = {
     "read": SEEDED + "change nothing while reading",
     "rank": "a task must not depend on its rank, its process or the order of files, nor draw random numbers on import",
     "state": SEEDED + "change nothing in the task but in after_step(), and save it in state_dict()",
-    "loss": "return the mean over the batch's samples (.mean()); a loss that compares samples with each other, or "
+    "loss": "return the mean over the batch's samples (.mean()); with class weights or ignore_index it is a mean over "
+    "something else, so divide by the number of samples; a loss that compares samples with each other, or "
     "a model that takes padding for data, depends on --micro-batch, but all other promises hold",
     "metrics": "return a row for each sample, or sums that summarize() turns into the metric",
 }
