@@ -26,7 +26,7 @@ BUDGET = {
     "run": 7547,
     "tasks": 2307,
     "mirror": 726,
-    "launch": 3186,
+    "launch": 3190,
     "cli": 7517,
     "time_travel": 1689,
 }

@@ -148,18 +148,22 @@ def command(typed: ContainerNode, train_args: Sequence[str], host: Host, environ
         if not path.exists():
             raise Refusal(f"{path}: no such file or folder")
         options.append(_mount(path, path.name))
-    for name in typed.env:
-        if name not in environ:
-            raise Refusal(f"--env {name.partition('=')[0]}: is not set here; export it, and give only its name")
-    # by name: the engine takes the value from its environment, so that no process list shows it
-    passed = {*typed.env, *(name for name in environ if name.startswith(PASSED_ON))}
-    options += [f"--env={name}" for name in sorted(passed)]
+    options += _passed_on(typed.env, environ)
     options.append(f"--env=EVENKEEL_LAUNCH={uuid4().hex}")  # one launch over all restarts: --fresh starts over once
     inside = replace(typed, script=typed.script and Path(typed.script.name))
     launch = [word for it in fields(MultiNode) for word in _typed(it.name, getattr(inside, it.name), it.default)]
     return Command(
         (typed.engine, "run", *options, typed.image or project_name(), "launch", *launch, "--", *train_args), {}
     )
+
+
+def _passed_on(names: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Variables by name: the engine takes the values from its environment, so that no process list shows them."""
+    for name in names:
+        if name not in environ:
+            raise Refusal(f"--env {name.partition('=')[0]}: is not set here; export it, and give only its name")
+    passed = {*names, *(name for name in environ if name.startswith(PASSED_ON))}
+    return [f"--env={name}" for name in sorted(passed)]
 
 
 def project_name() -> str:
