@@ -21,7 +21,7 @@ BUDGET = {
     "config": 601,
     "data": 3180,
     "distributed": 2613,
-    "resilience": 1929,
+    "resilience": 1930,
     "training": 6952,
     "run": 7547,
     "tasks": 2307,

@@ -42,7 +42,7 @@ class Unfit(Ended):
 
 
 class EndedHere(Ended):
-    """Ended on some ranks only; the first of each node prints its line, and rank 0 if it has another one."""
+    """Ended on some ranks only; the first to fail on each node prints its line; so does rank 0 if its line differs."""
 
 
 class EndedByData(EndedHere):

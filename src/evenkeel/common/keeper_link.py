@@ -20,7 +20,7 @@ Message = Literal[Kind, "generation", "limit", "grace", "progress", "lost", "han
     progress    the first step that this attempt has finished
     checkpoint  the facts of a state in memory (`resilience.memory_checkpoint`)
     snapshot    the same of a rescue
-    lost        the rank ends because it has lost another one; what to print if that is not so
+    lost        it has probably lost another rank; the traceback to print if no keeper confirms that
     hang        it ends because of a hang
     refusal     it refuses its input; the line
     give_up     it would fail again, and should not be started again (`distributed.exits`)

@@ -59,7 +59,7 @@ class Activity:
         self.phase = START_UP
         self.detail = "importing"
         """The part of the phase, for the display."""
-        self.changes = 0
+        self.marks = 0
         """Marks so far. If this does not change, the process is stuck."""
         self.patience = 0.0
         """Seconds that the phase may take without a mark, if they are more than --hang-timeout."""
@@ -72,7 +72,7 @@ class Activity:
         now = time.monotonic()
         self._seconds[self._account()] += now - self._since
         self.phase, self.detail, self.patience, self._since = phase, detail, patience, now
-        self.changes += 1
+        self.marks += 1
 
     @contextmanager
     def during(self, phase: str, patience: float = 0.0) -> Iterator[None]:

@@ -88,7 +88,7 @@ class ElasticSampler(DistributedSampler[Any]):
         self.plan = Plan(length, global_batch, micro_batch, epochs=1, full_count=micro_batches, batches=batches)
         self.samples, self.first_step = len(dataset), 0
         self.epochs = 0
-        """Their number, where loader processes that read ahead stop; 0: no limit."""
+        """The run's epochs: loaders stop reading ahead after the last one. 0: no limit."""
         self.per_rank: tuple[int, ...] = ()
         """The number of micro-batches of a full step that each rank computes; empty: equally many."""
         self.assignment: Assignment = "share"

@@ -49,7 +49,7 @@ class Exchange:
         self._like = like.new_empty(0)  # not `like` itself, which would never be freed
         self._shares: Sequence[range] = ()
         self._nodes: list[Node] = []
-        self._subtrees_of: list[int] = []
+        self._subtree_counts: list[int] = []
         ends = [numel * (rank + 1) // world.world_size for rank in range(world.world_size)]
         self.chunk_sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         """How many of the n numbers each rank owns."""
@@ -59,11 +59,11 @@ class Exchange:
         my_size = self.chunk_sizes[self.world.rank]
         if shares is not self._shares:  # nearly all steps pass the same; for a thousand ranks this takes milliseconds
             nodes = [list(subtrees(leaves)) for leaves in shares]
-            self._shares, self._subtrees_of = shares, [len(of_rank) for of_rank in nodes]
+            self._shares, self._subtree_counts = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
         received = self._memory.get("received", len(self._nodes) * my_size, self._like)
         sent = sums[0] if len(sums) == 1 else self._interleaved(sums)
-        received_sizes = [number * my_size for number in self._subtrees_of]
+        received_sizes = [number * my_size for number in self._subtree_counts]
         sent_sizes = [len(sums) * size for size in self.chunk_sizes]
         return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, async_op=True)
 

@@ -53,8 +53,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return main() or 0
     except Ended as ended:
         line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
-        # if rank 0 is not the first, its line counts too if it differs: it may know which ranks are missing. Of a bad
-        # sample it knows nothing
+        # rank 0 also prints a line that differs from the first: it may name missing ranks. But not about a bad sample,
+        # of which it knows nothing
         first = claim_first_failure(line, or_otherwise=rank_0 and not isinstance(ended, Uncollated))
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)

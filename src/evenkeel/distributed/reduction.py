@@ -181,7 +181,7 @@ class TreeReduction(Reduction):
     def _sum_over_ranks(self, fold: Fold[list[Tensor]], used: list[bool]) -> tuple[list[Tensor], list[bool]]:
         """The sum of each parameter over all ranks, and whether any rank has used it."""
         uses = torch.tensor(used)
-        asked = dist.all_reduce(uses, dist.ReduceOp.MAX, async_op=True)  # by gloo, without waiting for a GPU
+        pending = dist.all_reduce(uses, dist.ReduceOp.MAX, async_op=True)  # by gloo, without waiting for a GPU
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self.parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
@@ -193,7 +193,7 @@ class TreeReduction(Reduction):
             exchange.send_chunks(self._flat(kind, flat, parameters, sums), self._shares).wait()
             exchange.send_sums(flat).wait()
             totals.update(zip(parameters, _views(flat, parameters), strict=True))
-        asked.wait()
+        pending.wait()
         return [totals[parameter] for parameter in self.parameters], uses.tolist()
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

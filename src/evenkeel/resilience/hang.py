@@ -62,7 +62,7 @@ class Watch:
         store: the part of it that is the watch's.
         interval: seconds between two beats.
         first_beats: of all ranks, when they entered.
-        late_dump: the stacks, if this watch cannot run.
+        late_dump: a timer that writes the stacks if this watch cannot run.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Watch:
         self._on_alarm, self._on_saved = on_alarm, on_saved
         self.store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
-        self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of checkpoints: made here; announced; read of
+        self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of checkpoints: here; told; read
         self._patient = b""  # the last value read at PATIENT
         self._cleaning = threading.Thread()  # the last that has called `on_saved`
         self._stacks: IO[bytes] | None = None
@@ -155,17 +155,17 @@ class Watch:
         elif activity.phase != COMPILATION and store.check([PATIENT]):
             before, self._patient = self._patient, store.get(PATIENT)
             if self._patient != before:
-                activity.changes += 1
+                activity.marks += 1
 
     def _watch(self) -> None:
-        changes, idle = -1, 0.0
+        seen, idle = -1, 0.0
         tick = min(self.interval, self.timeout / 4)
         while not self._alarm.wait(tick):
             if self._stopped.is_set():
                 self.late_dump.cancel()  # this thread may have set it after `end`
                 return
-            if activity.changes != changes or activity.is_patient():
-                changes, idle = activity.changes, 0.0
+            if activity.marks != seen or activity.is_patient():
+                seen, idle = activity.marks, 0.0
                 with contextlib.suppress(OSError, RuntimeError):  # the system may have no more threads
                     self.late_dump.put_off(self.timeout * 1.5, self.stacks)
             else:
@@ -177,7 +177,7 @@ class Watch:
 
     @property
     def stacks(self) -> IO[bytes]:
-        """This rank's file for stacks, opened when it is needed."""
+        """This rank's file for stacks, opened at the first use; `end` deletes it if it is empty."""
         if not self._stacks:
             self._stacks = (self.logs / f"rank-{self.world.rank}.stacks.txt").open("ab")
         return self._stacks

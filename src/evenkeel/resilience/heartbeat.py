@@ -67,11 +67,11 @@ def start(rank: int, stopped: threading.Event, patience: float) -> None:
 
 
 def _beat(path: Path, rank: int, stopped: threading.Event, patience: float) -> None:
-    me, changes, progress, new = stat(os.getpid()), -1, 0.0, path.with_suffix(".tmp")
+    me, seen, progress, new = stat(os.getpid()), -1, 0.0, path.with_suffix(".tmp")
     while True:
         now, place = time.monotonic(), f"{activity.phase} of step {activity.step + 1}"
-        if activity.changes != changes or activity.is_patient():
-            changes, progress = activity.changes, now
+        if activity.marks != seen or activity.is_patient():
+            seen, progress = activity.marks, now
         pulse = Pulse(rank, os.getpid(), me and me.started, now, progress, patience, place)
         with contextlib.suppress(OSError):  # the disk is full, or the folder is gone with its container
             new.write_text(json.dumps(pulse))

@@ -2,8 +2,8 @@
 
 Without it, ranks that start again in place wait for a disk twice: for the rescue of the last finished step, and to read
 it. So a survivor writes the step into a file without a name (memfd_create(2)), which a fork shares. Its keeper passes
-the file to the next rank. Meanwhile a child of the keeper writes it to the disk, so that no more is lost than without
-this if all processes die. The file is in no folder and has no size limit; the kernel frees it with its last process,
+the file to the next rank. Meanwhile a child of the keeper writes it to the disk, so that the step is safe even if all
+processes die then. The file is in no folder and has no size limit; the kernel frees it with its last process,
 or when the run has come further (`KeeperMemory.discard`) and no child writes it. A checkpoint that is being written and
 a rescue have a file each: the disk may hang under the first while the second is stored.
 
@@ -96,7 +96,8 @@ class RankMemory:
 
     def store(self, write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
         """Store a state for the keeper, which `write` writes into a file that can seek, in place of the last one of its
-        kind (`facts["kind"]`). Returns False if there is no keeper, or too little memory."""
+        kind (`facts["kind"]`), which is lost if this process dies meanwhile. Returns False if there is no keeper, or
+        too little memory."""
         if (kind := facts["kind"]) not in self.files:
             return False
         self.discard(kind)
@@ -119,7 +120,7 @@ class RankMemory:
 
     def has(self, step: int) -> bool:
         """Whether this process has stored this step."""
-        return step in [facts["step"] for facts in [*self.facts.values()]]
+        return any(facts["step"] == step for facts in list(self.facts.values()))  # another thread may add one
 
     def previous(self, run_id: str) -> MemoryCheckpoint | None:
         """The state that the previous rank of this keeper has stored, if it is of this run."""

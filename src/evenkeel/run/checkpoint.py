@@ -52,7 +52,7 @@ class Checkpoints:
     keep_every: int = 0
     """Keep those whose step is a multiple of this for ever; 0: none."""
     verify_every: int = 0
-    """Of --verify-every: keep the newest that was compared, too."""
+    """--verify-every: also keep the newest one before the last step that was compared."""
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -155,8 +155,8 @@ class Checkpoints:
         check_not_stale(self)  # again: this process may have been frozen while it wrote
         old = unfinished(final).with_suffix(".old")  # this process's own: another one may be here at the same moment
         replaces = kind == "checkpoint" or not (final / MANIFEST).exists()
-        if replaces and temporary.exists():
-            with contextlib.suppress(FileNotFoundError):  # there mostly is none: the same step, of an earlier attempt
+        if replaces and temporary.exists():  # another rank of a sharded run may have published it
+            with contextlib.suppress(FileNotFoundError):  # it exists only if an earlier attempt saved this step
                 final.replace(old)
         try:
             temporary.replace(final)
@@ -166,7 +166,7 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # there was none, or another writer has published one meanwhile
                     old.replace(final)
                 raise
-        (final / LOCK).unlink(missing_ok=True)
+        (final / LOCK).unlink(missing_ok=True)  # of a sharded run, whose ranks write into one folder
         sync_folder(self.folder)
         delete(old)
         self._delete_old()

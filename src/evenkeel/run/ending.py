@@ -9,7 +9,7 @@ hang                             rescue         memory          failed     1    
 error, NaN, out of memory        main           disk            failed     1        torchrun decides (`exits`)
 `Unfit`: its bits may be wrong   -              nowhere         failed     1        torchrun decides
 killed                           other ranks'   memory          as before  -signal  in place
---grace is over                  as far as the end got          as before  its own  as without a "hang" message
+--grace is over                  as far as it got               as before  as above as above; a hang: torchrun decides
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Ending:
         rescued = self._rescue(in_place=why() == REGROUPING)
         if self.watch:
             self.watch.end()
-        self._step_log.await_last_line()
+        self._step_log.await_last_line()  # the main thread may be between a commit and its line
         regroups = (reason := why()) == REGROUPING
         self._record_end("stopped", reason, STOPPED, regroups, **({} if regroups else crash_loop.CLEARED))
         if regroups:

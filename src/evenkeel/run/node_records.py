@@ -69,8 +69,8 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
 
 
 def _of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequence[bool]) -> list[dict[str, Any]]:
-    """The status.json of the run that goes on, of each rank; {} where its node has none. If a node has trained, those
-    that have not are left out.
+    """The statuses of the run that goes on, of the nodes that have one. If a node has trained, those that have not are
+    left out.
 
     Raises:
         Refusal: two nodes have different runs that have trained, as after a run on each alone. Without this one run's

@@ -65,8 +65,8 @@ class Saver:
         self.checkpoints, self._devices, self._grace, self._written = checkpoints, devices, grace, written
         self._use_memory, self._local_ranks = memory, local_ranks
         self._on_cpu = all(device.type == "cpu" for device in devices)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._thread.submit(int)  # starts it: later the system may have no more threads
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._executor.submit(int)  # starts it: later the system may have no more threads
         self._work: Future[float] | None = None
         self._staging = Staging(*devices)
         self.step = 0
@@ -109,7 +109,7 @@ class Saver:
             self._staging.release()
             raise
         self.step = state.step
-        self._work = self._thread.submit(self._save, finish_capture, metrics, begun)
+        self._work = self._executor.submit(self._save, finish_capture, metrics, begun)
 
     def _save(self, finish_capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
@@ -159,7 +159,7 @@ class Saver:
     def _newest_on_disk(self) -> int:
         """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory."""
         with contextlib.suppress(OSError, TimeoutError):
-            return self._thread.submit(self.checkpoints.newest_step).result(DISK_TIMEOUT)
+            return self._executor.submit(self.checkpoints.newest_step).result(DISK_TIMEOUT)
         return 0
 
     def rescue(self, state: State, local_rank: int, in_place: bool = False) -> Rescued:
@@ -176,8 +176,8 @@ class Saver:
         if state.step == 0:
             return NOTHING_NEW
         begun = time.monotonic()
-        # the wait for memory takes a quarter of --grace at most, and that for a commit ends at half of it: the rest is
-        # for writing
+        # of --grace: at most a quarter to wait for the staging memory (a save may still use it, also on a CPU), up to
+        # the half to wait for a commit, the rest to write
         half_time = begun + self._grace / 2
         # False: the checkpoint thread still writes; its disk may hang
         reserved = self._staging.reserve(begun + self._grace / 4)

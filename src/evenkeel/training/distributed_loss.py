@@ -308,11 +308,11 @@ class DistributedLoss:
 
     def _agree_on_parts(self) -> None:
         """Exchange the names of the loss's parts: a rank without a micro-batch knows none."""
-        known = [names[0] for names in self.world.gather(self._loss.parts) if names]
+        known = [names[0] for names in self.world.gather(self._loss.seen_part_names) if names]
         for names in known:
             same_parts(known[0], names, Ended)
         self._sums.part_names = known[0] if known else None
-        self._loss.parts[:] = known[:1]
+        self._loss.seen_part_names[:] = known[:1]
 
     def _has_all(self) -> bool:
         """Whether all learning parameters have a reduced gradient; DDP's may be of an earlier micro-batch."""

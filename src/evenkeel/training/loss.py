@@ -47,7 +47,7 @@ class Loss(nn.Module):
         self._takes_step = takes(loss, "step")
         self.step = 0
         """The number of the step, from 0."""
-        self.parts: list[tuple[str, ...]] = []
+        self.seen_part_names: list[tuple[str, ...]] = []
         """Names of the parts that the loss function returns with the loss, once it has been called. A list, which
         replicas of DataParallel share."""
         # not in `forward`, because a replica of DataParallel has no parameters
@@ -67,7 +67,7 @@ class Loss(nn.Module):
                 return self._idle * 0
             sums = [p.sum() for p in self.parameters() if p.requires_grad]
             return torch.stack([each.to(sums[0].device) for each in sums]).sum() * 0
-        first_call = not self.parts
+        first_call = not self.seen_part_names
         checks_backward = first_call and not self._has_gradients()  # model() may have left some
         with self.computing("loss()") as model:  # here, so that every replica has it
             returned = self.function(model, batch, **({"step": self.step} if self._takes_step else {}))
@@ -78,8 +78,8 @@ class Loss(nn.Module):
             if hasattr(loss, "to_local"):
                 raise of_divided_weight()
             if first_call:
-                self.parts.append(tuple(parts))
-            same_parts(self.parts[0], tuple(parts))
+                self.seen_part_names.append(tuple(parts))
+            same_parts(self.seen_part_names[0], tuple(parts))
         loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
         return (loss, torch.stack([part.to(loss) for part in parts.values()])) if parts else loss
 

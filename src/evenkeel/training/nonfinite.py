@@ -106,7 +106,7 @@ class Verdict:
             self._arrived.record(torch.cuda.current_stream(self._device))
 
     @property
-    def known(self) -> bool:
+    def immediate(self) -> bool:
         """Whether the answer is there at once: of a CPU. A GPU's may be there on one rank and not yet on another, and
         they must do the same."""
         return self._arrived is None

@@ -179,7 +179,7 @@ class State:
         self._verdict.ask(failed)
         # undo it now if that is known, as on a CPU; else a later `settle` does, and a rescue meanwhile sees by
         # `begun` and `done` which step is there
-        if self._verdict.known or skip is True:
+        if self._verdict.immediate or skip is True:
             self.settle()
         activity.step = self.step
 
