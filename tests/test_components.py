@@ -17,7 +17,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1961,
+    "common": 1964,
     "config": 601,
     "data": 3180,
     "distributed": 2613,

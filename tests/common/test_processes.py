@@ -51,3 +51,26 @@ start_in_session(["sleep", "60"])
 def test_a_child_ends_although_its_parent_was_killed_before_it_had_begun() -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as process:
         wait_until_gone([int(process.stdout.readline())], limit=30)
+
+
+AGENT = """
+import os, signal, time
+from evenkeel.common.processes import FAILURE, end_agent
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as a keeper does
+signal.signal(FAILURE, lambda *_: os.kill(keeper, signal.SIGTERM))  # as an agent of ours: it ends what it has started
+if not (keeper := os.fork()):
+    end_agent(os.getppid(), by=FAILURE)
+    os._exit(3)
+deadline = time.monotonic() + 4
+while time.monotonic() < deadline and not (ended := os.waitpid(keeper, os.WNOHANG))[0]:
+    time.sleep(0.02)
+print(ended[1] >> 8)
+if not ended[0]:
+    os.kill(keeper, signal.SIGKILL)
+"""
+
+
+def test_a_keeper_that_ends_its_agent_does_not_wait_while_the_agent_waits_for_it() -> None:
+    found = subprocess.run([sys.executable, "-c", AGENT], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout == "3\n", "it waits its five seconds"

@@ -224,7 +224,10 @@ def end_agent(agent: int, failed: bool = False, by: signal.Signals = REFUSAL) ->
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself; go on with the others
                 os.kill(worker, signal.SIGTERM)
-    orphaned_within(5, agent)
+    deadline = time.monotonic() + 5
+    # an agent of ours first stops this process, which may be a keeper, that blocks the signal: it would wait for itself
+    while os.getppid() == agent and signal.SIGTERM not in signal.sigpending() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _is_of_torchrun(pid: int) -> bool:
