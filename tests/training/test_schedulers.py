@@ -172,7 +172,7 @@ def test_one_that_is_stepped_by_evaluations_says_so() -> None:
 class Late(Verdict):
     """Of a device that answers when it is asked, and not before."""
 
-    known = False
+    immediate = False
 
 
 @pytest.mark.parametrize("bad", [False, True])
