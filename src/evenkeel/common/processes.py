@@ -224,10 +224,7 @@ def end_agent(agent: int, failed: bool = False, by: signal.Signals = REFUSAL) ->
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself; go on with the others
                 os.kill(worker, signal.SIGTERM)
-    deadline = time.monotonic() + 5
-    # an agent of ours first stops this process, which may be a keeper, that blocks the signal: it would wait for itself
-    while os.getppid() == agent and signal.SIGTERM not in signal.sigpending() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    orphaned_within(5, agent)
 
 
 def _is_of_torchrun(pid: int) -> bool:
@@ -238,9 +235,12 @@ def _is_of_torchrun(pid: int) -> bool:
 
 
 def orphaned_within(seconds: float, parent: int) -> bool:
-    """Wait for the parent's death, at most so long; return whether it has died."""
+    """Wait for the parent's death, at most so long; return whether it has died.
+
+    The wait is over too if the parent, an agent of ours, stops a keeper, which blocks SIGTERM: it waits for the keeper.
+    """
     deadline = time.monotonic() + seconds
-    while os.getppid() == parent and time.monotonic() < deadline:
+    while os.getppid() == parent and signal.SIGTERM not in signal.sigpending() and time.monotonic() < deadline:
         time.sleep(0.02)
     return os.getppid() != parent
 

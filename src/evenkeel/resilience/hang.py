@@ -79,7 +79,7 @@ class Watch:
         self._on_alarm, self._on_saved = on_alarm, on_saved
         self.store = PrefixStore("watch", store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
-        self._saved_here, self._announced, self._seen = 0, 0, 0  # steps of checkpoints: here; told; read
+        self._saved_here, self._announced, self._seen = 0, 0, 0  # steps saved: here, announced, read
         self._patient = b""  # the last value read at PATIENT
         self._cleaning = threading.Thread()  # the last that has called `on_saved`
         self._stacks: IO[bytes] | None = None
