@@ -17,7 +17,7 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1964,
+    "common": 1966,
     "config": 601,
     "data": 3180,
     "distributed": 2613,

@@ -198,7 +198,7 @@ def test_make_installs_again_for_another_requirement_and_not_for_another_task(fo
 
 REFUSED = {
     "new Tide": "Tide: cannot be a Python package's name; use small letters, digits and _, for example tide",
-    "new ../tide": "../tide: cannot be a Python package's name; use small letters, digits and _, for example tide",
+    "new ../tide2": "../tide2: is a path; give a name, for example tide2",
     "new match": "match: is a word of Python; choose another, such as mytrainer",
     "new json": "json: is a module of Python's standard library; choose another name",
     "new launch": "launch: is the name of launch in the project; choose another name",

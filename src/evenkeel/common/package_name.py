@@ -22,8 +22,10 @@ def why_not(name: str, taken: Mapping[str, str] = MappingProxyType({}), path: It
         path: folders with installed modules, besides `sys.path`.
     """
     if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
-        near = re.sub(r"[^a-z0-9]+", "_", name.lower().rstrip("/").rpartition("/")[2]).strip("_0123456789")
+        near = re.sub(r"[^a-z0-9]+", "_", name.lower().rstrip("/").rpartition("/")[2]).lstrip("_0123456789").rstrip("_")
         near = "mytrainer" if not near or keyword.iskeyword(near) else near
+        if "/" in name:
+            return f"is a path; give a name, for example {near}"
         return f"cannot be a Python package's name; use small letters, digits and _, for example {near}"
     if keyword.issoftkeyword(name) or name in dir(builtins):
         return "is a word of Python; choose another, such as mytrainer"
