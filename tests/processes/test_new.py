@@ -142,6 +142,12 @@ def test_the_commands(made: Made) -> None:
     made("evenkeel report runs/seen")
     assert (made.folder / "runs" / "seen" / "report.html").exists()
     assert made("evenkeel update") == ""
+    if PROJECTS[made.name][0] == "lm":
+        greedy, drawn = (made(f"evenkeel sample runs/seen It --tokens 40 {more}") for more in ("--temperature 0", ""))
+        assert greedy.startswith("It")
+        assert drawn.startswith("It")
+        assert greedy != drawn
+        assert made("evenkeel sample runs/seen It --tokens 40 --top-k 1") == greedy
 
 
 def test_a_newer_wheel_of_the_same_version_is_installed(made: Made) -> None:
