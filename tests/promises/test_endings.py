@@ -116,6 +116,22 @@ def test_a_slow_disk_gets_the_last_step_once_and_so_within_the_grace(tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_rank_that_starts_again_waits_for_one_that_still_saves(tmp_path: Path) -> None:
+    """A restart in place is given up early, but not before --grace is over for the other ranks."""
+    task = Path(runs.slow_disk(tmp_path, 6).removesuffix(":Own"))
+    task.write_text(
+        "from datetime import timedelta\nfrom evenkeel.distributed import world\n"
+        f"world.RESTART_TIMEOUT = timedelta(seconds=2)\n{task.read_text()}"
+    )
+    words = ["--pause", 0.1, "--keeper-memory", "off", "--max-steps", 8, "--task", f"{task}:Own"]
+    process = start(torchrun(2, TRAIN, *job(tmp_path / "run", *RARE, *words)), env=runs.OWN)
+    wait_for_step(tmp_path / "run", 3, process)
+    os.kill(runs.workers_of(process)[1], signal.SIGKILL)
+    assert finish(process).returncode == 0
+    assert len(starts(tmp_path / "run")) == 2
+
+
+@pytest.mark.slow
 def test_a_task_that_takes_signals_itself_takes_no_stop_signal_away(tmp_path: Path) -> None:
     """As an event loop does: Python writes a signal's number to one pipe only."""
     body = """

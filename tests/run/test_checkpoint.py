@@ -8,11 +8,13 @@ import multiprocessing
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -501,6 +503,22 @@ def test_memory_that_runs_out_is_no_damage(checkpoints: Checkpoints, monkeypatch
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         checkpoints.load_newest()
     assert steps(checkpoints) == [1]
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(checkpoints: Checkpoints) -> None:
+    """Else the run would begin at step 0. `Path.glob`, the control, finds nothing there since Python 3.12."""
+    checkpoints.save(state(1), {})
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # no further file can be opened
+        for look in (checkpoints.newest_named_step, checkpoints.newest_step, checkpoints.load_newest):
+            with pytest.raises(OSError, match="Too many open files"):
+                look()
+        if sys.version_info >= (3, 12):
+            assert not [*checkpoints.folder.glob("step-*")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert checkpoints.newest_named_step() == 1
 
 
 def test_an_error_that_is_not_the_disks_is_not_taken_for_one(checkpoints: Checkpoints) -> None:

@@ -31,7 +31,7 @@ from .rendezvous import NO_KEEPER, fresh_store, job_store
 T = TypeVar("T")
 
 RESTART_TIMEOUT = timedelta(seconds=120)
-"""Maximum delay of a rank that starts again in place, after which torchrun restarts the job."""
+"""Maximum delay of a rank that starts again in place, once it has left; then torchrun restarts the job."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,17 @@ class World:
 
     @contextmanager
     def connected(
-        self, timeout: timedelta = timedelta(minutes=10), delay: timedelta = timedelta()
+        self,
+        timeout: timedelta = timedelta(minutes=10),
+        delay: timedelta = timedelta(),
+        leaving: timedelta = timedelta(),
     ) -> Iterator[Store | None]:
         """Keep a process group of this :attr:`backend`.
 
         Args:
             timeout: the longest that a rank waits for the others, at the start and in any collective.
             delay: how much later than the others rank 0 may come.
+            leaving: how long a rank may take to leave the last attempt, as it saves (--grace).
 
         Yields:
             A store that all ranks of this attempt share, and no other attempt; None without a process group.
@@ -133,7 +137,7 @@ class World:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store = job_store(self.rank, self.world_size, timeout + delay)
         # while ranks start again in place, torchrun notices no lost node; so wait less
-        start_timeout = min(timeout, RESTART_TIMEOUT) if keeper_link.restarts() else timeout
+        start_timeout = min(timeout, RESTART_TIMEOUT + leaving) if keeper_link.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, start_timeout + delay)
         if not keeper_link.has_keeper():
             store.set(NO_KEEPER, "")

@@ -276,13 +276,13 @@ def refuse_old_torch(config: Config) -> None:
         )
 
 
-def timeouts(config: Config, ranks: int, state: State) -> tuple[timedelta, timedelta]:
-    """The two of `World.connected`: of a collective, and by how much later rank 0 may come. A collective's explains
-    nothing, so the watch for hangs must come first, however long it waits for a rank that compiles or writes."""
+def timeouts(config: Config, ranks: int, state: State) -> tuple[timedelta, timedelta, timedelta]:
+    """The three of `World.connected`. A collective's explains nothing, so the watch for hangs must come first, however
+    long it waits for a rank that compiles or writes."""
     sharded, weights = config.shard != "off", sum(it.numel() for it in state.parameters)
     # a rank writes weights, two moments and an average, in 4 bytes each; in a sharded run its rows of them
     writing = 4 * 4 * weights / (shard_size(config, ranks) if sharded else 1) / SLOWEST
     longest = max(600, config.hang_timeout) + 300 + max(COMPILE_TIMEOUT if config.compile else 0.0, writing)
     # in a sharded run rank 0 initialises all weights, while the others wait for it
     initialising = weights / WEIGHTS_PER_SECOND if sharded else 0.0
-    return timedelta(seconds=longest), timedelta(seconds=initialising)
+    return timedelta(seconds=longest), timedelta(seconds=initialising), timedelta(seconds=config.grace)

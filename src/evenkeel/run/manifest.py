@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from ..common.files import sha256_of
 from ..common.naming import TEST, Kind, full_name, named
-from .state_files import READ_AGAIN, Damaged, Want, WrittenFile, patiently, read_state, state_files
+from .state_files import READ_AGAIN, Damaged, Want, WrittenFile, entries, patiently, read_state, state_files
 
 MANIFEST = "manifest.json"
 
@@ -70,7 +70,7 @@ class Provenance:
 
 def step_folders(folder: Path) -> list[Path]:
     """Everything in a folder that has a checkpoint's name, complete or not, by step."""
-    return sorted((path for path in folder.glob("step-*") if is_step_folder(path)), key=step_of)
+    return sorted(filter(is_step_folder, entries(folder, "step-*")), key=step_of)
 
 
 def is_step_folder(path: Path) -> bool:

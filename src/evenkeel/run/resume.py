@@ -26,7 +26,7 @@ from .fingerprint import Differences, compare_bits
 from .manifest import Manifest, manifest_of
 from .saver import Saver
 from .sharded_saver import ShardedSaver
-from .state_files import DAMAGED
+from .state_files import DAMAGED, entries
 from .weights import misfit
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Resume:
 
     def _check_may_begin(self, sharded: bool) -> None:
         """A run without a checkpoint begins at step 0; refuse if it had one, or if its first weights are missing."""
-        damaged = self._world.gather(next(map(str, self._checkpoints.folder.glob(f"{DAMAGED}*")), ""))
+        damaged = self._world.gather(next(map(str, entries(self._checkpoints.folder, f"{DAMAGED}*")), ""))
         if first := next(filter(None, damaged), ""):
             raise Refusal(
                 f"{near(self._path)}: every checkpoint is damaged (set aside, such as {near(Path(first))}); copy a "

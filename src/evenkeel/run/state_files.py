@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import logging
 import re
 import shutil
@@ -247,9 +248,17 @@ def dump(value: Any, file: IO[bytes]) -> WrittenFile:
     return WrittenFile(writer.bytes, writer.digest.hexdigest())
 
 
+def entries(folder: Path, pattern: str) -> list[Path]:
+    """As `Path.glob`, which since Python 3.12 finds nothing in a folder that cannot be listed: then a run would begin at
+    step 0 beside its checkpoints. Here that is an OSError. A folder that does not exist has no entries."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return [path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
+    return []
+
+
 def replaced(folder: Path) -> dict[Path, Path]:
     """Checkpoints whose step is being written again, or was when a kill came, and the paths that they had."""
-    return {path: final_of(path) for path in folder.glob(REPLACED)}
+    return {path: final_of(path) for path in entries(folder, REPLACED)}
 
 
 def clean(folder: Path) -> None:
