@@ -249,8 +249,8 @@ def dump(value: Any, file: IO[bytes]) -> WrittenFile:
 
 
 def entries(folder: Path, pattern: str) -> list[Path]:
-    """As `Path.glob`, which since Python 3.12 finds nothing in a folder that cannot be listed: then a run would begin at
-    step 0 beside its checkpoints. Here that is an OSError. A folder that does not exist has no entries."""
+    """As `Path.glob`, which since Python 3.12 finds nothing in a folder that cannot be listed: a run would then begin
+    at step 0 beside its checkpoints. Here that is an OSError. A folder that does not exist has no entries."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return [path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
     return []
