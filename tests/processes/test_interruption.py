@@ -15,6 +15,7 @@ import pytest
 
 from evenkeel.common.processes import process_name
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
+from evenkeel.resilience.keeper import EXIT_TIMEOUT
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.manifest import Provenance
 from tests.support import needs, processes
@@ -253,6 +254,19 @@ def test_a_second_ctrl_c_exits_at_once_and_one_delivered_twice_saves(run_dir: Pa
         time.sleep(apart)
         stop(process, signal.SIGINT, code)  # and not after --grace, which has another code
     assert code == KEYBOARD or saved_step(run_dir) >= 2
+
+
+def test_sigint_and_then_sigterm_leave_a_slow_save_its_time(run_dir: Path) -> None:
+    """LSF sends both, and a keeper kills what has not left five seconds after a second Ctrl-C."""
+    process = fork(TRAIN, *runs.kept_job(run_dir, "--pause", 0.1, "--checkpoint-every", 0))
+    wait_for_step(run_dir, 2, process)
+    with runs.locked(run_dir):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.3)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(EXIT_TIMEOUT + 1)
+    assert finish(process).returncode == STOPPED
+    assert saved_step(run_dir) >= told_step(run_dir)
 
 
 @pytest.mark.parametrize(("presses", "code"), [(1, STOPPED), (2, KEYBOARD)])

@@ -279,10 +279,11 @@ STOPS = {
     "one Ctrl-C": ([(0.0, INT)], False),
     "one that is delivered twice": ([(0.0, INT), (0.005, INT)], False),
     "two SIGTERMs, as from a scheduler": ([(0.0, TERM), (1.3, TERM)], False),
+    "SIGINT and SIGTERM, as from LSF": ([(0.0, INT), (1.3, TERM)], False),
     "two": ([(0.0, INT), (1.3, INT)], True),
-    "two, as torchrun sends them on": ([(0.0, INT), (1.3, TERM)], True),
+    "a Ctrl-C after SIGTERM": ([(0.0, TERM), (1.3, INT)], True),
 }
-"""What is sent, and whether that ends the wait: the first three are the control."""
+"""What is sent, and whether that ends the wait: the first four are the control."""
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,24 @@ ERROR = "an error"
 """Reason of an end by an error in the main thread."""
 
 PRESS_WINDOW = 1.0
-"""Seconds within which interrupts count as one Ctrl-C: `timeout` and others add one to the terminal's."""
+"""Seconds within which stop signals count as one: `timeout` and others add a SIGINT to the terminal's."""
 
 OnStop = Callable[[Callable[[], str]], None]
 """What a stop signal calls. Its argument is a function, because the reason may change meanwhile: from REGROUPING to a
 stop signal."""
 
 log = logging.getLogger(__name__)
+
+
+def means_exit_now(number: int, first: float, now: float) -> bool:
+    """Whether a stop signal says "exit at once, without saving", to a trainer as to its keeper: only SIGINT does, a
+    second Ctrl-C. SIGTERM may be repeated, and LSF sends it after SIGINT, to a job that should save. torchrun sends it
+    in place of a second Ctrl-C too: a rank cannot tell these apart, and a wait costs less than a lost step.
+
+    Args:
+        first: when the first stop signal came, whichever it was; 0: none has come.
+    """
+    return bool(first) and number == signal.SIGINT and now - first > PRESS_WINDOW
 
 
 class Interruption:
@@ -146,7 +157,7 @@ class Interruption:
             if number == keeper_link.REGROUP:
                 reason = REGROUPING
             elif number in STOP_SIGNALS:
-                if first and number == signal.SIGINT and time.monotonic() - first > PRESS_WINDOW:
+                if means_exit_now(number, first, time.monotonic()):
                     _exit_now(KEYBOARD, "second stop signal: exiting without saving", output_timeout=1.0)
                 first, reason = first or time.monotonic(), signal.Signals(number).name
                 if keeper_link.has_keeper() and os.getppid() != self._parent:

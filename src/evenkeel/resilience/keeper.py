@@ -57,7 +57,7 @@ from ..config import Config
 from ..distributed.attempt_files import forget_error
 from ..distributed.exits import give_up, refuse
 from ..distributed.rendezvous import agent_hosts_store
-from .interruption import KEYBOARD, PRESS_WINDOW, STOPPED
+from .interruption import KEYBOARD, STOPPED, means_exit_now
 from .keeper_store import end_store, serve_store, store_is_alive
 from .memory_checkpoint import KeeperMemory, Stored
 from .peers import Peers
@@ -245,13 +245,11 @@ class Keeper:
         return bool(self._stop_time)
 
     def _record_stop(self, number: int) -> None:
-        """Record a stop signal. A later one means "exit at once" only if one of the two is SIGINT: torchrun passes
-        Ctrl-C on as SIGTERM, and plain SIGTERMs may be repeated."""
         now = time.monotonic()
+        if means_exit_now(number, self._stop_time, now):
+            self._exit_time = self._exit_time or now
         if not self._stop_time:
             self._stop_time, self._stop_signal = now, number
-        elif signal.SIGINT in (number, self._stop_signal) and now - self._stop_time > PRESS_WINDOW:
-            self._exit_time = self._exit_time or now
 
     def _await_written(self) -> bool:
         """Wait until what trainers have stored in memory is on the disk, or refused: at most --grace, counted from a
@@ -268,7 +266,9 @@ class Keeper:
                 _say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
                 break
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
-                announced, press = True, "press Ctrl-C again" if self._stop_signal == signal.SIGINT else "press Ctrl-C"
+                announced, again = True, " again" * (self._stop_signal == signal.SIGINT)
+                # torchrun would turn Ctrl-C into SIGTERM
+                press = f"type `kill -INT {os.getpid()}`" if under_torchrun() else f"press Ctrl-C{again}"
                 _say(
                     f"{signal_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the "
                     f"disk; {press} to exit without it"
