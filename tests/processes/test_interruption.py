@@ -13,7 +13,7 @@ from typing import IO
 
 import pytest
 
-from evenkeel.common.processes import process_name
+from evenkeel.common.processes import process_name, signal_name
 from evenkeel.resilience.interruption import KEYBOARD, STOPPED
 from evenkeel.resilience.keeper import EXIT_TIMEOUT
 from evenkeel.run.checkpoint import Checkpoints
@@ -61,21 +61,22 @@ def test_ctrl_c_on_a_terminal_explains_the_traceback_that_torchrun_ends_with(tmp
 
 
 @pytest.mark.parametrize(
-    ("command", "code"),
+    ("command", "number", "code"),
     [
-        ([TRAIN], KEYBOARD),
-        (["launch/single_node.py", "-g", "1", "--"], KEYBOARD),
-        (["-m", "evenkeel.launch.agent", "--standalone", TRAIN], STOPPED),
+        ([TRAIN], signal.SIGINT, KEYBOARD),
+        ([TRAIN], signal.SIGHUP, 128 + signal.SIGHUP),
+        (["launch/single_node.py", "-g", "1", "--"], signal.SIGINT, KEYBOARD),
+        (["-m", "evenkeel.launch.agent", "--standalone", TRAIN], signal.SIGINT, STOPPED),
     ],
-    ids=["rank", "launcher", "agent"],
+    ids=["rank", "rank, hangup", "launcher", "agent"],
 )
-def test_ctrl_c_during_the_imports_is_a_line(tmp_path: Path, command: list[object], code: int) -> None:
+def test_a_stop_during_the_imports_is_a_line(tmp_path: Path, command: list[object], number: int, code: int) -> None:
     process = start([sys.executable, *command, *job(tmp_path / "run")])
     maps = Path(f"/proc/{process.pid}/maps")
     processes.wait_until(lambda: "libtorch" in maps.read_text(), "the import of torch")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     done = processes.checked(finish(process), code)
-    line = "stopped by SIGINT while starting; the same command goes on from here"
+    line = f"stopped by {signal_name(number)} while starting; the same command goes on from here"
     assert (done.stdout, done.stderr) == ("", f"evenkeel: {line}\n")
     assert not (tmp_path / "run").exists()
 

@@ -110,12 +110,14 @@ class Lines(logging.Formatter):
 def announce() -> None:
     """Print that the program has started, before imports that take seconds. The next line overwrites it.
 
-    From here on Ctrl-C ends the program with a line instead of a traceback, until a run takes signals.
+    From here on Ctrl-C ends the program with a line instead of a traceback, and SIGHUP with one instead of none, until
+    a run takes signals.
 
     >>> announce()  # prints nothing, if stdout is no terminal
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
-        signal.signal(signal.SIGINT, _stop_at_start)
+    for number in (signal.SIGINT, signal.SIGHUP):  # SIGTERM may also end one process of a pool that a task has made
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):  # not under nohup
+            signal.signal(number, _stop_at_start)
     if _is_seen():
         print("starting: importing", end="\r", flush=True)
 
@@ -126,7 +128,7 @@ def _stop_at_start(number: int, _frame: object) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say_stopped_at_start(number)
     finally:
-        os._exit(130)
+        os._exit(128 + number)
 
 
 def say_stopped_at_start(number: int) -> None:

@@ -162,7 +162,7 @@ def heed_signals() -> list[signal.Signals]:
         signal.signal(number, stop)
     for number in (REFUSAL, FAILURE):
         signal.signal(number, _refuse)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a launcher blocks it before it becomes this program
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AGENT_SIGNALS)  # a launcher blocks two before it becomes this program
     return signals
 
 

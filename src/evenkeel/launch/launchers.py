@@ -264,5 +264,5 @@ def main(argv: Sequence[str], train: Path) -> int:
     wait_for_master(start.topology, start.fetches)
     if start.typed.doctor and (code := doctor_says(start.command, start.config is not None)):
         return code
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the agent handles it (`agent.heed_signals`)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})  # for `agent.heed_signals`
     return start.command.execute()
