@@ -43,7 +43,7 @@ def test_what_cannot_be_synchronised_is_refused() -> None:
     with pytest.raises(Refusal, match="--sync-batchnorm: may dead-lock on GPUs with --reduce tree"):
         synchronise(nn.BatchNorm1d(3), plan, on_gpu, "tree")
     with pytest.raises(Refusal, match="--sync-batchnorm: may dead-lock on GPUs with a task's unused_parameters"):
-        synchronise(nn.BatchNorm1d(3), plan, on_gpu, unused=True)
+        synchronise(nn.BatchNorm1d(3), plan, on_gpu, unused_parameters=True)
     synchronise(nn.BatchNorm1d(3), plan, replace(on_gpu, shares_gpu=True), "tree")  # gloo orders by tags
 
 

@@ -29,7 +29,7 @@ from evenkeel.run import crash_loop, run_directory
 from evenkeel.run.identity import Identity, prepare_folder
 from evenkeel.run.launch_token import launch_token
 from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
-from evenkeel.run.run_directory import RunDirectory, adopt
+from evenkeel.run.run_directory import RunDirectory, copy_run_records
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT
 from tests.support.raised import refusal_of
@@ -585,7 +585,7 @@ def test_the_loss_of_rank_0s_node_after_a_finished_step_is_no_crash_loop(tmp_pat
         directory = claim(here, OPTIONS, fresh=False)
         directory.begin(OPTIONS, ["agent of a", "agent of b"])
         assert directory.status["fruitless"] == 1, attempt
-        adopt(other, OPTIONS, directory.status, fresh=False)
+        copy_run_records(other, OPTIONS, directory.status, fresh=False)
         directory.record_progress()
         directory.release()
 
@@ -596,10 +596,12 @@ def test_another_node_leaves_a_folder_alone_that_rank_0_has_on_a_shared_disk(pat
     directory.begin(OPTIONS, ["old"])
     before = contents(path.parent)
     for fresh in (False, True):
-        assert adopt(path, OPTIONS, directory.status | {"launch": ["new"]}, fresh) is None
+        assert copy_run_records(path, OPTIONS, directory.status | {"launch": ["new"]}, fresh) is None
         assert contents(path.parent) == before
     directory.release()
-    assert adopt(path, OPTIONS, directory.status | {"launch": ["new"]}, fresh=True), "the control: not rank 0's own"
+    assert copy_run_records(path, OPTIONS, directory.status | {"launch": ["new"]}, fresh=True), (
+        "the control: not rank 0's own"
+    )
 
 
 def test_a_launch_is_known_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:

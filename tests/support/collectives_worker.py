@@ -79,7 +79,7 @@ def made(
     """For steps of two micro-batches, of three samples and of two, so that the third rank is idle; of three
     micro-batches, if the loss calls a collective of its `own`."""
     task, plan = Calling(unused) if own else Way(unused), Plan(6, 6, 2, epochs=1) if own else Plan(5, 5, 3, epochs=1)
-    more = {"unused": unused, "collectives": own}
+    more = {"unused_parameters": unused, "collectives": own}
     model = task.model().to(world.device)
     if sync:
         synchronise(model, plan, world)
@@ -113,7 +113,7 @@ def callers(world: World, gradients: DistributedLoss) -> int:
 def callers_by_ddp(world: World) -> int:
     """The control: DDP looks for unused parameters, and the tree's thread has its own group, or gloo would hang."""
     gradients = made(world, True, "tree")
-    reduction = TreeReduction(gradients.state.model, world, unused=False)
+    reduction = TreeReduction(gradients.state.model, world, unused_parameters=False)
     loss = Loss(gradients.state.model, Way(True).loss)
     ddp = DistributedDataParallel(loss, gradient_as_bucket_view=True, find_unused_parameters=True)
     ddp.register_comm_hook(None, reduction.hook)

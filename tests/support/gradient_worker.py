@@ -94,7 +94,7 @@ def worlds(world: World) -> dict[str, Any]:
 
 class Stock(DistributedLoss):
     def __init__(self, loss: LossFunction, state: State, world: World, plan: Plan) -> None:
-        super().__init__(loss, state, world, plan, unused=True)  # there is no hook of ours that would know better
+        super().__init__(loss, state, world, plan, unused_parameters=True)  # no hook of ours would know better
         self.module = DistributedDataParallel(Loss(state.model, loss))
 
 

@@ -32,7 +32,7 @@ def training(
     sampler = ElasticSampler(data, *cut, num_replicas=world.world_size, rank=world.rank, seed=1)
     batches = loader(data, sampler, "train", workers, world.device)
     config, unused = Config(seed=1, **how), task.unused_parameters
-    gradients = DistributedLoss(task.loss, state, world, sampler.plan, config, unused=unused)
+    gradients = DistributedLoss(task.loss, state, world, sampler.plan, config, unused_parameters=unused)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for step, mine, their_batches in by_step(batches, sampler):

@@ -50,7 +50,7 @@ def test_turns_and_penalty_have_the_weights_of_a_plain_loop() -> None:
     torch.manual_seed(1)
     model = task.model()
     state = State(model, task.optimizers(model, None))
-    learner = DistributedLoss(task.loss, state, ALONE, PLAN, unused=True)
+    learner = DistributedLoss(task.loss, state, ALONE, PLAN, unused_parameters=True)
     data = task.train_dataset()
     for step in range(8):
         of_generator = model.get_submodule("generator").state_dict()

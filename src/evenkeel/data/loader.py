@@ -124,7 +124,7 @@ def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: to
     if not num_workers:
         return None
     made = _make_loader(Seeded(dataset, seed, "train"), _AllEpochs(None), num_workers, device)
-    made.new_stream()
+    made.new_iterator()
     return made
 
 
@@ -167,19 +167,19 @@ class _AllEpochs:
 class Loader(DataLoader[Any]):
     """A `DataLoader` whose workers end with this process, although they ignore SIGTERM.
 
-    A stream is one pass of the workers. With `_AllEpochs` it goes on from one epoch to the next: when an epoch was read
-    to its end, the loader keeps the stream for an iteration that begins there. For one that begins elsewhere (other
-    shares) the workers start a new stream, and what they have loaded ahead is dropped.
+    With `_AllEpochs` the workers go on from one epoch to the next: when an epoch was read to its end, the loader keeps
+    their iterator for the next epoch. If that begins elsewhere (other shares), the workers begin a new one, and what
+    they have loaded ahead is dropped.
 
     On Linux they are forks of this process on every version of Python. From 3.14 on the default is a server that forks
     them: a data set would have to be pickled, each start would import torch, and the signals that Slurm sends to all
     processes would end the server. `multiprocessing.set_start_method("spawn")` still selects another method.
     """
 
-    _stream: Iterator[Any] | None = None
+    _next_epoch: Iterator[Any] | None = None
     """Batches of the next epoch, if the last one was read to the end."""
-    _stream_at: tuple[Any, ...] = ()
-    """Where it begins: epoch, step in it, and the ranks' shares."""
+    _next_epoch_at: tuple[Any, ...] = ()
+    """Where they begin: epoch, step in it, and the ranks' shares."""
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, **options: Any) -> None:
         chosen = multiprocessing.get_start_method(allow_none=True)
@@ -196,22 +196,22 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         if not isinstance(self.batch_sampler, _AllEpochs):
-            return self.new_stream()
+            return self.new_iterator()
         sampler = self.batch_sampler.sampler
         assert sampler is not None
-        stream, self._stream = self._stream, None
-        if stream is None or self._stream_at != (sampler.epoch, sampler.first_step, sampler.per_rank):
-            stream = self.new_stream()
-        return self._one_epoch(stream, sampler)
+        batches, self._next_epoch = self._next_epoch, None
+        if batches is None or self._next_epoch_at != (sampler.epoch, sampler.first_step, sampler.per_rank):
+            batches = self.new_iterator()
+        return self._one_epoch(batches, sampler)
 
-    def _one_epoch(self, stream: Iterator[Any], sampler: ElasticSampler) -> Iterator[Any]:
+    def _one_epoch(self, batches: Iterator[Any], sampler: ElasticSampler) -> Iterator[Any]:
         for step in sampler.steps():
             for _ in sampler.micro_batches(step):
-                yield next(stream)
+                yield next(batches)
         # reached because `by_step` asks once more than there are micro-batches
-        self._stream, self._stream_at = stream, (sampler.epoch + 1, 0, sampler.per_rank)
+        self._next_epoch, self._next_epoch_at = batches, (sampler.epoch + 1, 0, sampler.per_rank)
 
-    def new_stream(self) -> Any:
+    def new_iterator(self) -> Any:
         """Iterate over the micro-batches from the sampler's position on; start the loader processes if none run."""
         if self.num_workers and self._iterator is None:
             shorten_temp_dir()
@@ -220,6 +220,6 @@ class Loader(DataLoader[Any]):
                 # that moment waits forever for a lock of the interpreter (seen once, in 3.11's PyOS_AfterFork_Child)
                 time.sleep(0.1)
         others = multiprocessing.active_children()
-        stream = super().__iter__()
+        iterator = super().__iter__()
         kill_at_exit([child for child in multiprocessing.active_children() if child not in others])
-        return stream
+        return iterator

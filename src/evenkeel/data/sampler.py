@@ -86,7 +86,7 @@ class ElasticSampler(DistributedSampler[Any]):
         length -= length % global_batch if drop_last else 0
         batches = self.order if isinstance(self.order, TokenBatches) else None
         self.plan = Plan(length, global_batch, micro_batch, epochs=1, full_count=micro_batches, batches=batches)
-        self.samples, self.first_step = len(dataset), 0
+        self.dataset_size, self.first_step = len(dataset), 0
         self.epochs = 0
         """The run's epochs: loaders stop reading ahead after the last one. 0: no limit."""
         self.per_rank: tuple[int, ...] = ()
@@ -122,7 +122,7 @@ class ElasticSampler(DistributedSampler[Any]):
         """The samples at some positions of the epoch's order, shape [n]."""
         if self.order:
             return self.order.shuffled(positions, self.seed, self.epoch)
-        return shuffled(positions, self.samples, self.seed, self.epoch) if self.shuffle else positions
+        return shuffled(positions, self.dataset_size, self.seed, self.epoch) if self.shuffle else positions
 
     def __len__(self) -> int:
         if not (steps := self.steps()):

@@ -35,14 +35,14 @@ def failed_before(line: str) -> bool:
     """Whether an earlier attempt of torchrun on this node has ended with the same line, after its traceback."""
     with contextlib.suppress(KeyError, OSError):
         mine = _first_failure(os.environ["TORCHELASTIC_ERROR_FILE"])
-        return any(other != mine and _says(other, line) for other in mine.parent.parent.glob(f"*/{mine.name}"))
+        return any(other != mine and _failed_with(other, line) for other in mine.parent.parent.glob(f"*/{mine.name}"))
     return False
 
 
 def failed_alike(line: str) -> bool:
     """Whether the first rank of this node to fail in this attempt has failed with the same line."""
     with contextlib.suppress(KeyError, OSError):
-        return _says(_first_failure(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
+        return _failed_with(_first_failure(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
     return False
 
 
@@ -58,7 +58,7 @@ def _bytes(line: str) -> bytes:
     return line.encode("utf-8", "backslashreplace")  # a path need not be UTF-8
 
 
-def _says(failed: Path, line: str) -> bool:
+def _failed_with(failed: Path, line: str) -> bool:
     """Whether a rank has failed with this line; shapes and indices may differ, as between ranks, but not the place."""
     first, second = (re.sub(rb"(?<!:)\b\d+", b"0", it) for it in (failed.read_bytes(), _bytes(line)))
     return first == second

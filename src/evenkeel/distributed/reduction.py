@@ -124,18 +124,18 @@ class AllReduce(Reduction):
 class TreeReduction(Reduction):
     """Sums in the order of the tree: the same bits on any number of ranks.
 
-    With `unused`, micro-batches may leave parameters without a gradient. Missing gradients count as +0.0; a parameter
-    that no micro-batch of a step uses has none afterwards. `collectives`: the loss calls its own, which another thread
-    would call at the same time.
+    With `unused_parameters`, micro-batches may leave parameters without a gradient. Missing gradients count as +0.0; a
+    parameter that no micro-batch of a step uses has none afterwards. `collectives`: the loss calls its own, which
+    another thread would call at the same time.
 
     Memory: the last micro-batch's gradients are in DDP's bucket. `_add` adds into its right operand, and the last
     subtree ends with the last micro-batch; so the last sum is in the bucket already, and only earlier ones are copied.
     """
 
-    def __init__(self, model: nn.Module, world: World, unused: bool, collectives: bool = False) -> None:
+    def __init__(self, model: nn.Module, world: World, unused_parameters: bool, collectives: bool = False) -> None:
         super().__init__(world)
-        self.hooked &= not (unused or collectives)
-        self.unused = unused
+        self.hooked &= not (unused_parameters or collectives)
+        self.unused_parameters = unused_parameters
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._index: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
         self._shares: Sequence[range] = []
@@ -153,7 +153,7 @@ class TreeReduction(Reduction):
     def accumulate(self, micro_batch_id: int) -> None:
         """Move the gradient from ``.grad`` into the fold."""
         gradients = self._taken()
-        if self.unused:
+        if self.unused_parameters:
             torch._foreach_add_(gradients, 0.0)  # makes -0.0 +0.0
         self._so_far.push(Node(0, micro_batch_id), gradients)
 
@@ -171,8 +171,8 @@ class TreeReduction(Reduction):
     def _taken(self) -> list[Tensor]:
         """Take the gradients out of ``.grad``; zeros where there is none."""
         used = {index for index, parameter in enumerate(self.parameters) if parameter.grad is not None}
-        # without `unused` only the last micro-batch counts: as with DDP, it must have a gradient of each parameter
-        self._used = self._used | used if self.unused else used
+        # otherwise only the last micro-batch counts: as with DDP, it must have a gradient of each parameter
+        self._used = self._used | used if self.unused_parameters else used
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -238,7 +238,7 @@ class TreeReduction(Reduction):
         """This rank's nodes with the last micro-batch's gradients; none on an idle rank."""
         fold, leaves = Fold(_add), self._shares[self.world.rank]
         if leaves:
-            if self.unused:
+            if self.unused_parameters:
                 torch._foreach_add_(last, 0.0)
             fold.sums = list(earlier)
             fold.push(Node(0, leaves[-1]), last)

@@ -73,17 +73,17 @@ def job_store(rank: int, world_size: int, timeout: timedelta, connect_limit: flo
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     on_this_host = rank == 0 and not agent_hosts_store()  # in this process, or beside its keeper
-    hosts = on_this_host and keeper_link.STORE not in os.environ
+    serves = on_this_host and keeper_link.STORE not in os.environ
     who, where = f"rank {rank} of {world_size}", f"MASTER_ADDR={host} MASTER_PORT={port}"
     # a node may not find itself by the name that the others use; and in a container without DNS torch, which looks up
     # who is at the other end, takes ten seconds for localhost
-    name = "localhost" if hosts or (on_this_host and why_unreachable(host, port, 2.0, who)) else host
-    if not hosts:
+    name = "localhost" if serves or (on_this_host and why_unreachable(host, port, 2.0, who)) else host
+    if not serves:
         seconds = timeout.total_seconds() if connect_limit is None else connect_limit
         if reason := why_unreachable(name, port, seconds, f"{who} waits for rank 0 at {where}"):
             remedy = "start rank 0 on that host, and every rank with the same two values"
             raise EndedHere(f"{who}: no answer at {where} for {seconds:g} s ({reason}); {remedy}")
-    return TCPStore(name, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
+    return TCPStore(name, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves)
 
 
 def agent_hosts_store() -> bool:

@@ -146,16 +146,18 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def synchronise(model: nn.Module, plan: Plan, world: World, reduce: str = "ring", unused: bool = False) -> None:
+def synchronise(
+    model: nn.Module, plan: Plan, world: World, reduce: str = "ring", unused_parameters: bool = False
+) -> None:
     """Give a model's BatchNorm layers the statistics of the global batch, in place; state dict names do not change.
 
     Raises:
         Refusal: there are too few ranks or no BatchNorm layers; or one is of another class without a class attribute
             `synchronised`, a subclass of SyncBatchNorm to replace it; or collectives might dead-lock on GPUs, with
-            --reduce tree or where ranks may use different parameters (`unused`).
+            --reduce tree or where ranks may use different parameters (`unused_parameters`).
     """
     # two NCCL communicators would then be fed in an order that may differ between ranks
-    if "nccl" in world.backend and (reduce == "tree" or unused):
+    if "nccl" in world.backend and (reduce == "tree" or unused_parameters):
         other = "--reduce tree" if reduce == "tree" else "a task's unused_parameters"
         raise Refusal(f"--sync-batchnorm: may dead-lock on GPUs with {other}; leave one of them out")
     layers = [(module, _kind(module, name)) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]

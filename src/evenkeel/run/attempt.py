@@ -50,7 +50,7 @@ from .identity import Identity, prepare_folder
 from .manifest import Provenance
 from .node_records import NodeRecords, gather_records
 from .records import read_facts
-from .run_directory import RunDirectory, RunState, adopt, claim
+from .run_directory import RunDirectory, RunState, claim, copy_run_records
 from .start_checks import refuse_unmirrored, warnings_at_start
 from .trackers import own_trackers, wandb_mode
 
@@ -106,9 +106,9 @@ class Attempt:
         self._directory = claim(self.path, run, config.fresh, config.grace) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             prepare_folder(self.path, run, config.fresh)
-        facts = fingerprint_of_run(config, task, world)
-        self.compiled = CompiledCode(self.path, facts) if config.compile else None
-        self.provenance = Provenance(fingerprint=facts)
+        fingerprint = fingerprint_of_run(config, task, world)
+        self.compiled = CompiledCode(self.path, fingerprint) if config.compile else None
+        self.provenance = Provenance(fingerprint=fingerprint)
         self.checkpoints = Checkpoints(
             self.path / "checkpoints", config.keep, self.provenance, config.keep_best, config.keep_every,
             config.verify_every,
@@ -275,7 +275,7 @@ class Attempt:
 
     def _write_log(self, status: dict[str, Any]) -> None:
         copies = self.world.local_rank == 0 and not self._directory
-        aside = adopt(self.path, self.options, status, self.config.fresh) if copies else None
+        aside = copy_run_records(self.path, self.options, status, self.config.fresh) if copies else None
         tracking.start_logs(self.logs, self.world)
         if aside:
             log.info("--fresh: the run that was in %s is now in %s", self.path, aside)

@@ -97,12 +97,12 @@ class Resume:
 
     def _newest(self) -> tuple[Manifest | None, dict[str, Any]]:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
-        leads_node = self._world.local_rank == 0
+        first_of_node = self._world.local_rank == 0
         while True:  # until one is whole: a damaged one is set aside
             offers = self._world.gather(rank_memory.offer(self._provenance.run_id))
-            if leads_node and not any(offers):  # else a keeper's child writes that state
+            if first_of_node and not any(offers):  # else a keeper's child writes that state
                 self._await_writer()
-            on_disk = self._world.gather(self._checkpoints.newest_named_step() if leads_node else 0)
+            on_disk = self._world.gather(self._checkpoints.newest_named_step() if first_of_node else 0)
             newest = max([*on_disk, *(offer.step for offer in offers if offer)])
             if newest == 0:
                 return None, {}

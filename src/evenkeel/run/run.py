@@ -207,7 +207,7 @@ class Run:
         kind = partial(VerifiedLoss, self.verification) if self.verification.needed else DistributedLoss
         return kind(
             loss, self.state, self.world, self.plan, config, network=network,
-            unused=self.task.unused_parameters, collectives=self.task.collectives,
+            unused_parameters=self.task.unused_parameters, collectives=self.task.collectives,
             arrivals=self.step_log.arrivals, balance=self.step_log.balance,
         )  # fmt: skip
 

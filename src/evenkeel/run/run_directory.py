@@ -182,7 +182,7 @@ def in_use(path: Path) -> bool:
     return False
 
 
-def adopt(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
+def copy_run_records(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
     """Write a copy of the run's options and rank 0's status on a node without rank 0, so that it can continue here
     alone. With ``fresh`` an older launch's run is moved aside; returns where.
 

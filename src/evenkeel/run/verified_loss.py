@@ -77,15 +77,15 @@ class VerifiedLoss(DistributedLoss):
         if self._open and self._due:
             self.mine |= self._digests(parameters, gradients)
 
-    def _pack(self) -> Tensor:
-        packed = super()._pack()
+    def _summands(self) -> Tensor:
+        summands = super()._summands()
         if self._open:
             if not (self._pass.last and self.reduction.hooked):  # otherwise the hook has done so
                 self._digest(self._learning, [parameter.grad for parameter in self._learning])
             self._open = False
             if self._due:
-                self.mine[REST] = bit_sum(packed)
-        return packed
+                self.mine[REST] = bit_sum(summands)
+        return summands
 
     def step(self, norm: Tensor | None = None) -> None:
         """Take the step, if all ranks agree; else nothing is committed, and the run yields the step again."""
@@ -108,10 +108,10 @@ class VerifiedLoss(DistributedLoss):
             loss = repeated.loss_of(self._loss(self._transfer(cloned(batch))))
             repeated.contribution = loss.detach() * repeated.weight
             gradients = torch.autograd.grad(loss, self._learning, self._gradient_factor(repeated), allow_unused=True)
-            packed = self._sums.packed(repeated)
+            summands = self._sums.summands(repeated)
         if self._flips:
             self._flips.strike(self._learning, gradients, again=True)
-        return on_host(self._digests(self._learning, gradients) | {REST: bit_sum(packed)})
+        return on_host(self._digests(self._learning, gradients) | {REST: bit_sum(summands)})
 
     def _digests(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> dict[str, Tensor]:
         """By names of parameters; a missing gradient counts as zeros, as DDP has them."""

@@ -69,7 +69,7 @@ class DistributedLoss:
         plan: how steps are cut into micro-batches.
         config: the seed (each micro-batch draws its own random numbers from it), and how gradients are computed and
             added up: `reduce`, `reduce_dtype`, `precision`, `strategy`.
-        unused: some parameters get no gradient in some steps.
+        unused_parameters: some parameters get no gradient in some steps.
         network: the part of the model that learns from this loss; default: all of it. With several losses, networks
             take turns, a step for each.
         arrivals: times the steps of this rank; default: they are not timed.
@@ -85,7 +85,7 @@ class DistributedLoss:
         plan: Plan,
         config: Config | None = None,
         *,
-        unused: bool = False,
+        unused_parameters: bool = False,
         network: nn.Module | None = None,
         arrivals: Arrivals | None = None,
         collectives: bool = False,
@@ -98,16 +98,16 @@ class DistributedLoss:
             raise Ended("--strategy dp, --shard and --sync-batchnorm are not for networks that take turns")
         self.state, self.world, self.plan, self.seed = state, world, plan, config.seed
         self._balance = balance
-        self._unused = unused
+        self._unused_parameters = unused_parameters
         self._network = network or state.model
         self._learning = [p for p in self._network.parameters() if p.requires_grad]
         learning = set(map(id, self._learning))
         self._others = [p for p in state.parameters if id(p) not in learning]
         self.reduction = self._build_reduction(config, collectives)
         self._whole_batch = loss if isinstance(loss, WholeBatch) else None
-        self._loss = Loss(state.model, loss, config.precision, network, unused and not dp, collectives)
+        self._loss = Loss(state.model, loss, config.precision, network, unused_parameters and not dp, collectives)
         module = parallel(self._loss, config.strategy, world.device)
-        self.module = module if dp else _wrap(module, self._network, world, self.reduction, unused)
+        self.module = module if dp else _wrap(module, self._network, world, self.reduction, unused_parameters)
         self._transfer = Transfer(world.device)
         self._arrivals = arrivals or Arrivals()
         self.reduction.arrived = partial(self._arrivals.lap, BACKWARD)
@@ -115,7 +115,7 @@ class DistributedLoss:
             steps = (0, plan.steps_per_epoch - 1)
             busy_ranks = [sum(map(bool, plan.shares(step, world.world_size))) for step in steps]
             # ranks that use different parameters fill their buckets at different times, and waiting would deadlock
-            self._synced.connect(busy_ranks, None if unused else self.reduction.catch_up)
+            self._synced.connect(busy_ranks, None if unused_parameters else self.reduction.catch_up)
         self.norm = torch.zeros(())
         """The gradient's norm in the last step."""
         self._side_effects = SideEffects(state, loss, not config.verify_every, self._network)
@@ -208,7 +208,7 @@ class DistributedLoss:
         if self.state.sharding:
             return self.state.sharding.reduction
         if config.reduce == "tree":
-            return TreeReduction(self._network, self.world, self._unused, collectives)
+            return TreeReduction(self._network, self.world, self._unused_parameters, collectives)
         return AllReduce(self.world, config.reduce_dtype == "bf16")
 
     def _begin_step(self, step: Step) -> tuple[range, ...]:
@@ -276,19 +276,19 @@ class DistributedLoss:
         """Add what its passes have found to the step's sums."""
         if self._pass.backward_calls != 1:
             raise wrong_backward(self._pass.backward_calls)
-        packed = self._pack()
+        summands = self._summands()
         # with --shard an idle rank repeats another's micro-batch, which must not count twice
         if not self.reduction.repeats(micro_batch.id):
-            self._sums.add(micro_batch.id, packed)
+            self._sums.add(micro_batch.id, summands)
         if not self._pass.last:
             self.reduction.accumulate(micro_batch.id)
         if not (self._pass.last and self.reduction.hooked):  # else the hook marks it
             self._arrivals.lap(BACKWARD)
         activity.enter(DATA)
 
-    def _pack(self) -> Tensor:
+    def _summands(self) -> Tensor:
         """What the present micro-batch adds to the step's sums; `VerifiedLoss` takes a digest of it."""
-        return self._sums.packed(self._pass)
+        return self._sums.summands(self._pass)
 
     def _finish_reduction(self, step: Step) -> None:
         activity.enter(REDUCTION)
@@ -299,7 +299,7 @@ class DistributedLoss:
     def _check_gradients(self) -> None:
         """Check what the passes have left in ``.grad``, and in the first step agree on the parts of the loss."""
         self._side_effects.check()
-        if not (self._unused or self._has_all()):
+        if not (self._unused_parameters or self._has_all()):
             with seen_at(self._loss.function):
                 raise missing_gradients(self._network)
         if self._sums.part_names is None:  # once

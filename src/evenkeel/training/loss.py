@@ -27,7 +27,7 @@ class Loss(nn.Module):
         loss: (model, batch) -> the batch's mean loss. With a parameter `step` it gets the step's number.
         precision: of forward.
         network: the part of the model that learns from this loss; default: all of it.
-        unused: whether some parameters get no gradient in some steps.
+        unused_parameters: whether some parameters get no gradient in some steps.
         collectives: whether the loss may call collectives.
     """
 
@@ -37,7 +37,7 @@ class Loss(nn.Module):
         loss: LossFunction,
         precision: Precision = "fp32",
         network: nn.Module | None = None,
-        unused: bool = False,
+        unused_parameters: bool = False,
         collectives: bool = False,
     ) -> None:
         super().__init__()
@@ -53,9 +53,9 @@ class Loss(nn.Module):
         # not in `forward`, because a replica of DataParallel has no parameters
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._idle: nn.Parameter | None = None
-        """With `unused`, the parameter whose zero an idle rank returns. A zero of the model's parameters would count as
-        their gradient, also of those that no rank has used, and momentum would change them."""
-        if unused:
+        """With `unused_parameters`, the parameter whose zero an idle rank returns. A zero of the model's parameters
+        would count as their gradient, also of those that no rank has used, and momentum would change them."""
+        if unused_parameters:
             zeros = (p.new_zeros(()) for p in self.model.parameters() if p.requires_grad)
             self._idle = nn.Parameter(next(zeros, torch.zeros(())))
 

@@ -48,16 +48,16 @@ class StepSums:
         self._wait: Callable[[], Tensor] | None = None  # for the sum over all ranks, once it has begun
         self._total: Tensor | None = None
 
-    def packed(self, done: Pass) -> Tensor:
+    def summands(self, done: Pass) -> Tensor:
         """What a micro-batch adds, as a tensor like the sums. Rewinds the buffers."""
         named = [] if done.part_values is None else [(done.part_values * done.weight).double()]
         parts = [done.contribution.double().reshape(1), *named, *self._buffers.take_changes(done.weight)]
         placed = [part.to(self._device) for part in parts]
         return torch.cat(placed) if len(placed) > 1 else placed[0]
 
-    def add(self, micro_batch_id: int, packed: Tensor) -> None:
-        """Take a result of :meth:`packed`, in the order of micro-batches."""
-        self._mine.push(Node(0, micro_batch_id), packed)
+    def add(self, micro_batch_id: int, summands: Tensor) -> None:
+        """Take a result of :meth:`summands`, in the order of micro-batches."""
+        self._mine.push(Node(0, micro_batch_id), summands)
 
     def begin_total(self) -> Callable[[], Tensor]:
         """Begin to add up over the ranks, all of which must call it. Returns a function that waits for the sums."""
