@@ -8,6 +8,7 @@ import tracemalloc
 from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, cycle, islice
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
@@ -302,6 +303,13 @@ def test_by_step_gives_every_step_also_to_a_rank_that_has_nothing_to_do_in_it(
     sampler.set_epoch(1)
     found = [(s, [m.id for m in mine], [list(b) for b in batches]) for s, mine, batches in by_step(sampler, sampler)]
     assert found == expected
+
+
+def test_a_number_of_micro_batches_that_would_be_larger_than_allowed_is_refused() -> None:
+    make = partial(ElasticSampler, range(15), 8, num_replicas=1, rank=0, shuffle=False)
+    with pytest.raises(ValueError, match="micro_batches=2 cuts 8 samples into batches of 4, and micro_batch is 3"):
+        make(3, micro_batches=2)
+    assert [*map(len, make(4, micro_batches=2))] == [4, 4, 4, 3] == [*map(len, make(7, micro_batches=2))]
 
 
 def test_an_idle_rank_does_not_search_an_endless_stream_for_its_first_micro_batch() -> None:

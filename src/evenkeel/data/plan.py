@@ -182,12 +182,11 @@ class Plan:
         if self.batches:
             return len(self.batches.bounds(*self.locate(step))) - 1
         samples = self.step_samples(step)
-        at_least = -(-samples // self.micro_batch)
         if not self.full_count or self.micro_batch == 1:
-            return at_least
+            return -(-samples // self.micro_batch)
         if samples == self.global_batch:
             return self.full_count
-        return min(max(1, samples // 2), max(at_least, self.full_count))
+        return min(max(1, samples // 2), self.full_count)
 
 
 def contiguous_part(total: int, index: int, parts: int) -> range:

@@ -9,6 +9,7 @@ each rank then takes its share of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
+from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ class ElasticSampler(DistributedSampler[Any]):
         global_batch: samples of one step over all ranks, G.
         micro_batch: the maximum number of samples in one batch of this loader.
         micro_batches: cut each step into this many of nearly equal size; 0: by size, the last one smaller.
+            ValueError if they would have more than `micro_batch` samples.
         num_replicas: any number of ranks; default: the process group's.
         rank: default: the process group's. Ranks beyond the number of micro-batches get nothing.
         shuffle: a new order every epoch, or 0 .. N-1 every time.
@@ -85,7 +87,13 @@ class ElasticSampler(DistributedSampler[Any]):
         length = positions_in(dataset) if self.order else len(dataset)
         length -= length % global_batch if drop_last else 0
         batches = self.order if isinstance(self.order, TokenBatches) else None
-        self.plan = Plan(length, global_batch, micro_batch, epochs=1, full_count=micro_batches, batches=batches)
+        plan = Plan(length, global_batch, micro_batch, epochs=1)
+        if micro_batches:
+            plan = Plan.by_count(length, global_batch, micro_batches, epochs=1)
+            if plan.micro_batch > micro_batch:
+                cut = f"micro_batches={micro_batches} cuts {global_batch} samples into batches of {plan.micro_batch}"
+                raise ValueError(f"{cut}, and micro_batch is {micro_batch}")
+        self.plan = replace(plan, batches=batches)
         self.dataset_size, self.first_step = len(dataset), 0
         self.epochs = 0
         """The run's epochs: loaders stop reading ahead after the last one. 0: no limit."""
