@@ -26,7 +26,7 @@ BUDGET = {
     "run": 7556,
     "tasks": 2307,
     "mirror": 726,
-    "launch": 3190,
+    "launch": 3193,
     "cli": 7517,
     "time_travel": 1689,
 }

@@ -193,6 +193,9 @@ def test_the_command_is_run_or_printed_without_a_secret_and_its_exit_code_is_our
     done, calls = run(tmp_path, "-g", 2, "--env", "CALLS", "--dry-run", "--", "--task", "a b.py:X")
     assert (done.returncode, calls, (tmp_path / "runs").exists()) == (0, [], False)
     assert "sesame" not in done.stdout + done.stderr
+    assert ("no GPU here" in done.stderr) != Path("/dev/nvidiactl").exists(), (
+        "the line may be copied to another machine"
+    )
     argv = shlex.split(done.stdout)
     assert {"--env=WANDB_API_KEY", "--env=CALLS"} < set(argv)
     assert argv[-2:] == ["--task", "a b.py:X"]

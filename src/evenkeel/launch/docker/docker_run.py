@@ -22,6 +22,7 @@ from uuid import uuid4
 import tyro
 
 from ...common.arguments import GPUS_HIDDEN, flag, number_in
+from ...common.display import say
 from ...common.errors import Refusal
 from ...config import Flag
 from ...run.records import read_config
@@ -206,6 +207,8 @@ def main(argv: Sequence[str]) -> int:
     run = command(replace(typed, dry_run=False), train_args, host, os.environ)
     if typed.dry_run:
         print(run)
+        if not host.gpus:  # the line may be copied to another machine
+            say("no GPU here, so the line gives the container none; print it where it runs", to_stderr=True)
         return 0
     if shutil.which(typed.engine) is None:
         raise Refusal(f"--engine {typed.engine}: is not installed; see docs/docker.md")
