@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from evenkeel.common import keeper_link
+from evenkeel.common import keeper_link, processes
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.distributed.world import RESTART_TIMEOUT
@@ -355,7 +355,19 @@ def test_two_jobs_cannot_have_one_folder(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 2.0)
     assert refusal(path, fresh=True) == message
-    assert capsys.readouterr().err == f"evenkeel: --run-dir {path}: {who}; waiting up to 1 s for it to end\n"
+    assert capsys.readouterr().err == f"evenkeel: --run-dir {path}: {who}; waiting up to 1 s, in case it is ending\n"
+
+
+def test_of_a_job_whose_launch_is_alive_it_is_said_at_once(
+    path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its status names what would restart it; a second is for a predecessor that is dying."""
+    known, _ = read_facts(path / "status.json")
+    host, started = known["host"], processes.stat(other_job.pid).started
+    write_json(path / "status.json", known | {"launch": [f"{host}:{other_job.pid}:{started}"]})
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 0.3)
+    refusal(path)
+    assert "is in use by" in capsys.readouterr().err
 
 
 def test_a_restarted_job_waits_for_the_old(path: Path, other_job: BaseProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,13 +211,14 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
 def _lock(path: Path, timeout: float) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
     file = (path / ".lock").open("ab")
-    silent = min(1.0, timeout)  # seconds before it says that it waits; a dying predecessor needs less
+    holder, _ = read_facts(path / "status.json")
+    # seconds before it says that it waits: a dying predecessor needs less, a job of another command more
+    silent = 0.0 if restarts_elsewhere(holder) else min(1.0, timeout)
     if _try_lock(file, path, time.monotonic() + silent):
         return file
-    holder, _ = read_facts(path / "status.json")
     where = f"--run-dir {near(path)}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     if timeout > silent:
-        say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s for it to end", to_stderr=True)
+        say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s, in case it is ending", to_stderr=True)
     if not _try_lock(file, path, time.monotonic() + timeout - silent):
         raise Refusal(f"{where}; stop that job or name another folder")
     return file
