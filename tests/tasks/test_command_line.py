@@ -605,6 +605,24 @@ def test_of_several_ranks_with_a_bug_the_first_prints_its_traceback_and_all_repo
     assert fail("4").count("Traceback") == 1
 
 
+def test_the_line_of_an_error_says_that_it_is_tried_again_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def last_line(error: Exception, count: int) -> str:
+        def main() -> int:
+            raise error
+
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        assert exit_code(main) == 1
+        return capsys.readouterr().err.splitlines()[-1]
+
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for error in (OSError(5, "Input/output error"), Ended("no room")):
+        assert last_line(error, 2).endswith("; trying again, in case the machine is to blame (restart 3 of 3)")
+        assert "trying" not in last_line(error, 3)
+
+
 def from_another(error: Exception, cause: Exception) -> Exception:
     """The error as `raise error from cause` leaves it."""
     error.__cause__ = cause
@@ -649,6 +667,9 @@ def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again
     [
         (NameError("name 'softmx' is not defined"), True),
         (IndexError("Target 12 is out of bounds."), True),
+        (KeyError("labels"), True),
+        (AssertionError("no labels"), True),
+        (KeyError("Unable to open object (file read failed: errno = 5)"), False),  # h5py's
         (TypeError("'NoneType' object is not subscriptable"), False),  # perhaps an image that was not read
         (RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"), False),
         (ValueError("a"), False),

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+from bdb import BdbQuit
 from pathlib import Path
 
 from ..common.display import say
@@ -27,13 +28,13 @@ LOST_KEEPER = "the keeper of rank "
 """Begins the line about the death of a keeper."""
 
 MISTAKES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, ModuleNotFoundError, NameError, RuntimeError,
+    ArithmeticError, AssertionError, AttributeError, BdbQuit, LookupError, ModuleNotFoundError, NameError, RuntimeError,
     SystemExit, TypeError, ValueError,
 )  # fmt: skip
 """Errors of code, unless one of another type led to them, or they are torch's own types."""
 
-CERTAIN = (AttributeError, NameError, TypeError)
-"""Those of them that are in the code itself, and not in what it has read."""
+CERTAIN = (AssertionError, AttributeError, LookupError, NameError, TypeError, ZeroDivisionError)
+"""Those of them that another try would hardly change."""
 
 OF_MACHINES = (
     r"(?i:out of memory|allocate memory|(?<!torch\.)cuda(?!:\d)|cudnn|cufft|nccl|nvml|nvidia|hip error|timed? ?out"
@@ -99,7 +100,7 @@ def line_of(error: BaseException) -> str:
     """The first line of an error, with our hint, and in plain words if it is gloo's of a lost rank."""
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "
     text = "\n".join((f"{name}{error}".strip(), *getattr(error, "__notes__", ())))
-    sample = re.search(r"^\((one of the )?samples? \d.*\)$", text, re.M)  # of `sample_of` and `run.blame`
+    note = re.search(r"^\(((one of the )?samples? \d|the batch is ).*\)$", text, re.M)  # of `sample_of`, `run.blame`
     first = text.partition("\n")[0].rstrip(".: ")
     if is_loss_of_a_rank(error):
         if gloo := re.search(BROKEN, text):
@@ -109,7 +110,7 @@ def line_of(error: BaseException) -> str:
     # of an error in a loader process torch names the place first, and the error after its traceback
     if kind := re.search(r"Caught (\w+) in DataLoader worker process ", first):
         first = [first, *re.findall(rf"^(?:\w+\.)*{kind[1]}\b.*", text, re.M)][-1]
-    return first + hint(error) + (f" {sample[0]}" if sample else "")
+    return first + hint(error) + (f" {note[0]}" if note else "")
 
 
 def is_loss_of_a_rank(error: BaseException | None) -> bool:
@@ -141,13 +142,14 @@ def lost_keeper_before() -> str:
 
 
 def is_certain(error: BaseException) -> bool:
-    """Whether a mistake in code would certainly come again: a check has found it, or it is one of a name, of a type or
-    that `hint` knows. Not if a GPU is missing, perhaps for a moment, or None was read in place of data."""
+    """Whether a mistake in code would certainly come again: a check has found it, or it is of a type in
+    `CERTAIN` or that `hint` knows. Not if a GPU is missing, perhaps for a moment, or None was read in place of data."""
     if isinstance(error, Ended):
         return type(error) is Uncollated or (type(error) is EndedHere and not error.__cause__)
     text = str(error)
     certain = isinstance(error, CERTAIN) and not isinstance(error, UnboundLocalError)  # as after what was not found
-    return not re.search(rf"{NO_GPU}|NoneType", text) and (certain or (bool(hint(error)) and "unpack" not in text))
+    certain |= bool(hint(error)) and "unpack" not in text
+    return certain and not re.search(rf"{NO_GPU}|NoneType|Unable to ", text)  # the last: h5py's, of a file
 
 
 def is_mistake(error: BaseException | None) -> bool:

@@ -42,6 +42,7 @@ from .attempt_files import claim_first_failure, failed_alike, failed_before, sho
 from .causes import is_certain, is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
 AGAIN = "; the same error as before: not tried again"
+TRYING = "; trying again, in case the machine is to blame"
 
 OTHERS_SPEAK = 10.0
 """Seconds that other ranks of a node wait for local rank 0 to print a refusal before they print it themselves."""
@@ -59,7 +60,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         speaks = first if isinstance(ended, EndedHere) else rank_0
         again = _comes_again(ended, line)
         if speaks:
-            say(f"evenkeel: {line}{AGAIN * (again and failed_before(line))}", to_stderr=True)
+            say(f"evenkeel: {line}{_what_follows(again, line)}", to_stderr=True)
         if isinstance(ended, EndedForGood) and not rank_0:
             time.sleep(1.0)  # rank 0 prints the line before it ends torchrun, which would end rank 0 earlier
         shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
@@ -81,7 +82,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
             if speaks and not failed_before(line):
                 print_traceback(error)
             if speaks:
-                tail = AGAIN * (again and failed_before(line))
+                tail = _what_follows(again, line)
                 say(f"evenkeel: rank {os.environ.get('RANK', '0')} failed: {line}{tail}", to_stderr=True)
         shorten_report(line, with_traceback=True)
         return _failed(again)
@@ -98,6 +99,14 @@ def _comes_again(error: BaseException, line: str) -> bool:
         return False
     restarts_left = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return (failed_before(line) and failed_alike(line)) or (is_certain(error) and restarts_left)
+
+
+def _what_follows(again: bool, line: str) -> str:
+    """The end of a line: that torchrun tries again, and why; or that it does not, because the error came before."""
+    if again:
+        return AGAIN * failed_before(line)
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{it}", "0")) for it in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return f"{TRYING} (restart {count + 1} of {most})" * (count < most)
 
 
 def _failed(for_good: bool) -> int:

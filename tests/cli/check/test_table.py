@@ -12,7 +12,7 @@ from evenkeel.cli.check.jobs import JobFailed, Jobs, last_message, together
 from evenkeel.cli.check.rows import CHANGED, FAILED, OWN_DICE, PASSED, SUM, UNCHECKED, Row, blame
 from evenkeel.cli.check.verdicts import Left, of_probes
 from evenkeel.common.errors import Refusal
-from evenkeel.distributed.exits import AGAIN
+from evenkeel.distributed.exits import AGAIN, TRYING
 from evenkeel.testing import check
 from tests.support import bad_tasks
 from tests.support.processes import ROOT
@@ -177,6 +177,8 @@ def test_last_message(tmp_path: Path) -> None:
     assert last_message(file) == "the loss is odd"
     file.write_text(f"evenkeel: rank 1 failed: KeyError: 3{AGAIN}\nevenkeel: failed at step 0; nothing to save\n")
     assert last_message(file) == "KeyError: 3"
+    file.write_text(f"evenkeel: no room{TRYING} (restart 1 of 3)\n")
+    assert last_message(file) == "no room"
     file.write_text("Traceback\nValueError: no\n  then\n")
     assert last_message(file) == "ValueError: no"
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...common.processes import descendants, start_in_session
-from ...distributed.exits import AGAIN
+from ...distributed.exits import AGAIN, TRYING
 
 NOTES, HOLD = "EVENKEEL_CHECK_NOTES", "EVENKEEL_CHECK_HOLD"
 """Environment variables that tell `observed` what to do."""
@@ -133,4 +133,4 @@ def last_message(output: Path) -> str:
     own = [line for line in said if re.match("evenkeel: (?!WARNING|failed at step)", line)]
     errors = [line for line in said if "Error: " in line and not line.startswith("[")]
     last = (own or errors or said or ["it has ended without a message"])[-1]
-    return re.sub("^evenkeel: (the job has failed: )?(rank [0-9]+ failed: )?", "", last).removesuffix(AGAIN)[:500]
+    return re.sub(f"^evenkeel: (the job has failed: )?(rank [0-9]+ failed: )?|({AGAIN}|{TRYING}.*)$", "", last)[:500]
