@@ -361,3 +361,28 @@ def test_a_module_that_merges_weights_to_evaluate_is_refused(tmp_path: Path) -> 
     line = train(tmp_path, MERGES.format(merges=True), expect=2).stderr
     assert line.startswith("evenkeel: 0 is a Lora, whose eval() changes parameters, so each evaluation would change")
     train(tmp_path, MERGES.format(merges=False))
+
+
+ROWS = """
+    def train_dataset(self) -> Any:
+        x, y = super().train_dataset().tensors
+        return [{{"image": a, "label": b}} for a, b in zip(x, y)] if {as_dict} else TensorDataset(x, y[:, None])
+
+    test_dataset = train_dataset
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["image"]), batch["labels"]) if {as_dict} else super().loss(model, batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("as_dict", "line"),
+    [
+        (True, "KeyError: 'labels' (the batch is a dict of 'image': [4, 4] float32, 'label': [4] int64) at "),
+        (False, "labels[:, 0]) (the batch is a list of [4, 4] float32, [4, 1] int64) at "),
+    ],
+)
+def test_a_mistake_in_the_first_step_is_shown_with_what_the_batch_is(tmp_path: Path, as_dict: bool, line: str) -> None:
+    done = train(tmp_path, ROWS.format(as_dict=as_dict), expect=1)
+    assert line in done.stderr.splitlines()[-1]
+    assert "nothing to save" not in done.stdout, "before the cause"

@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 import traceback
+from bdb import BdbQuit
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ HINTS = {
     r"target dtype to be Long|scalar type Long but": "class labels must be integers: call .long() in the data set",
     r"same dtype, but got Double|Double but found Float|Float but found Double"
     r"|Input type \((double|long|unsigned|[^)]*(Double|Long|Byte)Tensor)": "call .float() in the data set",
+    "multi-target not supported": "labels must have the shape [n], not [n, 1]: take labels[:, 0]",
     r"shapes cannot be multiplied": "the second number is what the layer gets, the third what it was made for",
     r"before Module.__init__\(\) call": "begin __init__ with super().__init__()",
     r"does not require grad and does not have a grad_fn": "leave out backward(), which the training loop calls; an "
@@ -113,6 +115,8 @@ def as_submitted(path: Path) -> Path:
 def hint(error: BaseException) -> str:
     """What to do about an error, as " (LINE)": of a misspelt name what may be meant, with any version of Python."""
     near = [text for pattern, text in HINTS.items() if re.search(pattern, str(error))]
+    if isinstance(error, BdbQuit):
+        near = ["breakpoint() needs a terminal with one rank: python train.py, with --hang-timeout 0"]
     with contextlib.suppress(Exception):  # the user's __dir__ may fail, or the error have no name
         names = dir(error.obj) if isinstance(error, AttributeError) else []
         if isinstance(error, NameError):

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from ..common.errors import Ended, EndedByData, Uncollated, place_of, seen_at
 from ..common.memory import is_out_of_memory
+from ..common.naming import kind_of
 
 
 def to_device(batch: Any, device: torch.device, copy_tensor: Callable[[Tensor], Tensor] | None = None) -> Any:
@@ -57,6 +58,18 @@ def tensors_in(batch: Any) -> list[Tensor]:
     found: list[Tensor] = []
     with_parts(batch, lambda part: found.extend(tensors_in(part)))
     return found
+
+
+def described(batch: Any, nested: bool = False) -> str:
+    """Such as "a list of [20, 2] float32, [20] int64"."""
+    if isinstance(batch, Tensor):
+        return f"{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if nested or not isinstance(batch, (Mapping, list, tuple)):
+        return kind_of(batch)
+    named = batch.items() if isinstance(batch, Mapping) else (("", part) for part in batch)
+    parts = [f"{f'{name!r}: ' if name else ''}{described(part, nested=True)}" for name, part in named]
+    more = f" and {len(parts) - 6} more" if len(parts) > 6 else ""
+    return f"{kind_of(batch)} of {', '.join(parts[:6])}{more}"
 
 
 def dense(tensor: Tensor) -> list[Tensor]:

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..common.display import near
-from ..data.batch import collate, tensors_in
+from ..common.errors import Ended, EndedForGood
+from ..data.batch import collate, described, tensors_in
 from ..data.data_digest import TRAINING
 from ..data.dataset import inner_index
 from ..data.streams import stream_of
@@ -32,33 +33,40 @@ SEARCH_SECONDS = 5.0
 def name_samples(error: BaseException, attempt: Attempt, state: State) -> None:
     """Add a note with the samples to a mistake in the loss of one micro-batch, which `reason_of` puts into its line.
 
-    The sample of a label that torch names; else all of the micro-batch, unless it is the first step: what fails there
-    is most likely wrong for every sample.
+    The sample of a label that torch names; else all of the micro-batch, unless it is the first step or an evaluation:
+    what fails there is most likely wrong for every sample, so the note says what the batch is.
     """
     batch, where = getattr(error, "micro_batch", (None, None))
-    if where is None or not is_mistake(error):
+    if batch is None or isinstance(error, Ended) or not is_mistake(error):
         return
     with contextlib.suppress(Exception):  # attributes of the error or the data set may not be as usual
-        if not (numbers := _numbers(attempt, state, where.step)):
-            return
-        mine, label = numbers[where.id], re.search(r"Target (-?\d+) is out of bounds", str(error))
-        suspects = _with_value(batch, int(label[1]), mine) if label else mine * bool(where.step)
-        if suspects:
-            note = f"({_listed(suspects, attempt)})"
-            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+        suspects: list[int] = []
+        label = re.search(r"Target (-?\d+) is out of bounds", str(error))
+        if where and (numbers := _numbers(attempt, state, where.step)):
+            mine = numbers[where.id]
+            suspects = _with_value(batch, int(label[1]), mine) if label else mine * bool(where.step)
+        note = f"({_listed(suspects, attempt) if suspects else f'the batch is {described(batch)}'})"
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+def bad_samples(error: BaseException, attempt: Attempt, state: State) -> EndedForGood | None:
+    """The error for a step that was not finite because some of its samples are not, the same on all ranks; else
+    None."""
+    if isinstance(error, NonFinite):
+        with contextlib.suppress(Exception):  # the search may read what cannot be read
+            if bad := _not_finite(attempt, state, state.step):
+                return EndedForGood(
+                    f"the loss or the gradient of step {state.step + 1} is not finite: {_listed(bad, attempt)} has "
+                    "values that are not finite; mend the data, or skip such steps by --on-nonfinite skip"
+                )
+    return None
 
 
 def say_hints(error: BaseException, attempt: Attempt, state: State) -> None:
-    """Say on rank 0, after a step that was not finite, which of its samples are not, and the command that looks into
-    it."""
-    if not (isinstance(error, NonFinite) and attempt.lead):
-        return
-    step, package = state.step, __package__.partition(".")[0]
-    with contextlib.suppress(Exception):  # the search may read what cannot be read
-        if bad := _not_finite(attempt, state, step):
-            attempt.say(f"evenkeel: {_listed(bad, attempt)} of step {step + 1} has values that are not finite")
-    if find_spec(f"{package}.time_travel"):
-        command = f"python -m {package} replay {shlex.quote(str(near(attempt.path)))} --step {step + 1}"
+    """Say on rank 0, after a step that was not finite, the command that looks into it."""
+    package = __package__.partition(".")[0]
+    if isinstance(error, NonFinite) and find_spec(f"{package}.time_travel"):
+        command = f"python -m {package} replay {shlex.quote(str(near(attempt.path)))} --step {state.step + 1}"
         attempt.say(f"evenkeel: to see where it begins: {command}")
 
 
@@ -79,15 +87,15 @@ def _with_value(batch: Any, value: int, numbers: list[int]) -> list[int]:
 
 
 def _not_finite(attempt: Attempt, state: State, step: int) -> list[int]:
-    """The samples of a step that have values that are not finite, as far as they can be read in time."""
+    """The samples of a step that have values that are not finite, as far as they can be read in time; none if all
+    have, as with a mask of -inf."""
     dataset, until = attempt.sets[TRAINING], time.monotonic() + SEARCH_SECONDS
-    found = []
+    finite: dict[int, bool] = {}
     for number in [number for part in _numbers(attempt, state, step) for number in part]:
         if time.monotonic() > until:
             break
-        if not all(tensor.isfinite().all() for tensor in tensors_in(collate([dataset[number]]))):
-            found.append(number)
-    return found
+        finite[number] = all(bool(it.isfinite().all()) for it in tensors_in(collate([dataset[number]])))
+    return [number for number, is_finite in finite.items() if not is_finite] if any(finite.values()) else []
 
 
 def _listed(samples: list[int], attempt: Attempt) -> str:

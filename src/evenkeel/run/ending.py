@@ -37,7 +37,7 @@ from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
 from . import crash_loop
 from .attempt import Attempt
-from .blame import say_hints
+from .blame import bad_samples, say_hints
 from .checkpoint import known_step
 from .checkpointer import Checkpointer
 from .records import read_facts
@@ -135,9 +135,10 @@ class Ending:
             return
         more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
         next_elsewhere = self._world.world_size > 1 and rescued.where == "disk"
-        saved = rescued.text + " (another rank may have saved the next)" * next_elsewhere
+        more = ", or one step on if another rank has saved that" * next_elsewhere + more
         restart = "a restart or " * (reason == "SIGTERM")  # torchrun sends it also when another rank has failed
-        self._attempt.say(f"evenkeel: stopped by {reason}; {saved}; {restart}the same command continues there{more}")
+        then = f"{restart}the same command continues there{more}"
+        self._attempt.say(f"evenkeel: stopped by {reason}; {rescued.text}; {then}")
 
     def failed(self, error: BaseException) -> None:
         """Save the last finished step after an error here or on another rank.
@@ -147,6 +148,7 @@ class Ending:
 
         Raises:
             OutOfMemory: if memory has run out: the same error, with an explanation.
+            EndedForGood: if the step had bad samples: the same.
         """
         out_of_memory = is_out_of_memory(error)
         lost = keeper_link.has_keeper() and not out_of_memory and is_loss_of_a_rank(error)  # then the keeper reports
@@ -155,12 +157,15 @@ class Ending:
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # `exit_code` prints the traceback
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost).text
-        if not out_of_memory:
-            self._record_failure(error, saved, lost)
-            return
-        line = explained(error, self._world.device, self._attempt.config)  # after the save: nvidia-smi may take long
-        self._record_failure(OutOfMemory(line), saved)
-        raise OutOfMemory(f"{line}; {saved}") from error
+        if out_of_memory:
+            # after the save: nvidia-smi may take long
+            line = explained(error, self._world.device, self._attempt.config)
+            self._record_failure(OutOfMemory(line), saved)
+            raise OutOfMemory(f"{line}; {saved}") from error
+        found = bad_samples(error, self._attempt, self._state)
+        self._record_failure(found or error, saved, lost)
+        if found:
+            raise found from error
 
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun, in this order:
@@ -195,7 +200,9 @@ class Ending:
 
     def _record_failure(self, error: BaseException, saved: str, lost: bool = False, **facts: Any) -> None:
         self._record_end("failed", cause_of(error), FAILED, lost, **facts)
-        self._attempt.say(f"evenkeel: {'rank 0 lost another rank' if lost else 'failed'} at step {self._step}; {saved}")
+        if self._step:  # before the first step there is nothing to save, and the cause comes next
+            what = "rank 0 lost another rank" if lost else "failed"
+            self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
         say_hints(error, self._attempt, self._state)
 
     def _record_end(self, name: RunState, reason: str, exit_code: int, in_place: bool = False, **facts: Any) -> None:

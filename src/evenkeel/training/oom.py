@@ -48,10 +48,9 @@ def explaining(main: Callable[[], T]) -> Callable[[], T]:
 
 def note_batch(error: BaseException, batch: Any, remedy: str = "", micro_batch: MicroBatch | None = None) -> None:
     """Attach the phase, the shapes of the batch and a specific remedy to an out-of-memory error that is being raised;
-    an error that already has a remedy is not changed. To another error in a training step, attach its micro-batch."""
-    if micro_batch and activity.phase == COMPUTING:
-        with contextlib.suppress(Exception):  # its attributes may be read-only
-            error.micro_batch = (batch, micro_batch)  # type: ignore[attr-defined]
+    an error that already has a remedy is not changed. To another error, attach the batch and its micro-batch."""
+    with contextlib.suppress(Exception):  # its attributes may be read-only
+        error.micro_batch = batch, micro_batch if activity.phase == COMPUTING else None  # type: ignore[attr-defined]
     if is_out_of_memory(error) and not getattr(error, "remedy", ""):
         activity.attach_phase(error)
         error.remedy = remedy  # type: ignore[attr-defined]
