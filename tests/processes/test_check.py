@@ -56,6 +56,12 @@ def test_a_mistake_is_in_its_row_with_its_line(task: str, row: str, tmp_path: Pa
     assert FAILED not in {it.result for it in others.values()}, "only there"
 
 
+def test_a_mistake_in_predict_shows_before_a_run_has_ended(tmp_path: Path) -> None:
+    row = rows_of(f"{BAD}:PredictsWrong", tmp_path)["predict"]
+    assert row.result == FAILED
+    assert row.figure.endswith(f"bad_tasks.py:{guilty('PredictsWrong')}")
+
+
 def test_what_the_jobs_would_refuse_is_refused_before_them(tmp_path: Path) -> None:
     words = ["-m", "evenkeel", "check", "--script", str(TRAIN), "--keep", str(tmp_path / "jobs")]
     done = checked(finish(fork(*words, "--task", "regress", "--", "--batch-size", "100000")), 2)

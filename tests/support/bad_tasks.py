@@ -33,6 +33,13 @@ class Good(Task):
         return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="none")}
 
 
+class PredictsWrong(Good):
+    """Trains well; only `predict` has a mistake."""
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"label": model(batch["x"]).argmax(1)}  # HERE
+
+
 class Noisy(Dataset[Any]):
     def __init__(self, data: Any) -> None:
         self.data = data

@@ -31,7 +31,7 @@ def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
         with activity.during(EVALUATION):
             evaluation.each(
                 lambda batch: evaluation.task.predict(evaluation.model, batch),
-                lambda returned, samples: parts.append(_rows(returned, samples, top)),
+                lambda returned, samples: parts.append(rows_of(returned, samples, top)),
             )
         mine = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
     except Ended as ended:  # the others would wait for this rank
@@ -46,7 +46,8 @@ def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
     return {name: torch.cat([of_rank[name] for of_rank in found]) for name in found[0]}
 
 
-def _rows(returned: Any, samples: int, top: int) -> dict[str, Tensor]:
+def rows_of(returned: Any, samples: int, top: int = 1) -> dict[str, Tensor]:
+    """The result of a task's `predict`, on the CPU, if it has a row for each sample; raises `Ended` otherwise."""
     if not isinstance(returned, dict) or not returned:
         raise Ended(f"predict() returned {kind_of(returned)}: it must return a dict of tensors")
     for name, values in returned.items():

@@ -35,12 +35,15 @@ from ...data.order import positions_in, token_batches
 from ...data.plan import MicroBatch, Plan
 from ...data.randomness import seed_computation, seed_task
 from ...data.sampler import Indices
+from ...distributed.causes import reason_of
 from ...distributed.exits import exit_code
 from ...run.build import build_model
 from ...tasks.command_line import parse
+from ...training.classification import Classification
 from ...training.cut import has_batchnorm, single
 from ...training.evaluation import _of_each, tensors_restored
 from ...training.loss import Loss
+from ...training.prediction import rows_of
 from ...training.state_dicts import sha256
 from ...training.task import Task
 from ...training.task_data import evaluation_sets, training_set
@@ -208,6 +211,13 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
             found[key] = {"why": "the task calls collectives"}
     if of_whole_batches(task):
         found["loss"] |= {"why": "batch_loss() is of a whole step", "off": 0.0}
+    if tests and type(task).predict not in (Task.predict, Classification.predict):
+        batch, samples = Parts(config, metrics, model, tests[0][1], tests[0][0], device).batch([0])
+        try:
+            with torch.no_grad(), mode(model, training=False, calm=True):
+                rows_of(task.predict(model, batch), samples)
+        except Exception as error:
+            found["predict"] = reason_of(error)
     with suppress(KeyError):
         if (of := found["metrics"].get("name")) and not (of == "loss" and type(task).metrics is Task.metrics):
             found["metrics"]["line"] = blame([task.metrics, module_of(task)], rf"[\"']{of}[\"']")

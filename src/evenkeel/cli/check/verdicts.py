@@ -26,6 +26,7 @@ REMEDIES = {
     "loss": "return the mean over the batch's samples (.mean()); with class weights or ignore_index it is a mean over "
     "something else, so divide by the number of samples; a loss that compares samples with each other, or "
     "a model that takes padding for data, depends on --micro-batch, but all other promises hold",
+    "predict": "mend it before `evenkeel predict`; training does not call it",
     "metrics": "return a row for each sample, or sums that summarize() turns into the metric",
 }
 
@@ -77,6 +78,8 @@ def of_probes(probes: Sequence[Found]) -> Iterator[Row]:
             yield failed(row, figure, what, found.get("line") or lines[what])
         else:
             yield row
+    if "predict" in first:
+        yield failed(Row("predict", "of a test sample", FAILED), first["predict"], "predict", "")
 
 
 class Left:
