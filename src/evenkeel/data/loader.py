@@ -188,6 +188,9 @@ class Loader(DataLoader[Any]):
         options |= {"collate_fn": _unchanged, "worker_init_fn": outlive_signals}
         super().__init__(dataset, num_workers=num_workers, **options)
 
+    def check_worker_number_rationality(self) -> None:
+        """Say nothing, where torch warns on each rank for each set; `warnings_at_start` does."""
+
     def set_sampler(self, sampler: ElasticSampler) -> Loader:
         """Load this sampler's micro-batches from here on, in the processes that :func:`start_workers` has started."""
         assert isinstance(self.batch_sampler, _AllEpochs)

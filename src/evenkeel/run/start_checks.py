@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from ..common.errors import EndedForGood, Refusal, seen_at
+from ..common.processes import count_cores
 from ..config import Config
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
@@ -45,6 +46,9 @@ def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[st
             f"{idle} of {world.world_size} ranks {'have' if idle > 1 else 'has'} nothing to do: all share --batch-size "
             f"{config.batch_size}, which makes only {parts}; {smaller}a larger --batch-size uses more ranks"
         )
+    if config.num_workers > (cores := count_cores()):
+        many = f"{config.num_workers} loader processes of each rank share this machine's {cores} cores"
+        yield f"--num-workers {config.num_workers}: {many}, and all start at once; a few are enough"
     yield substitute(config.precision, world.device)
     yield explain_unused()
     if stream := stream_of(sets.get(TRAINING)):
