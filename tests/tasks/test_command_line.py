@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from bdb import BdbQuit
 from collections.abc import Callable
 from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
@@ -667,6 +668,7 @@ def test_only_mistakes_in_code_are_not_tried_again(error: Exception, comes_again
     [
         (NameError("name 'softmx' is not defined"), True),
         (IndexError("Target 12 is out of bounds."), True),
+        (BdbQuit(), True),  # without a terminal
         (KeyError("labels"), True),
         (AssertionError("no labels"), True),
         (KeyError("Unable to open object (file read failed: errno = 5)"), False),  # h5py's

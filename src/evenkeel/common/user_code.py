@@ -116,7 +116,7 @@ def hint(error: BaseException) -> str:
     """What to do about an error, as " (LINE)": of a misspelt name what may be meant, with any version of Python."""
     near = [text for pattern, text in HINTS.items() if re.search(pattern, str(error))]
     if isinstance(error, BdbQuit):
-        near = ["breakpoint() needs a terminal with one rank: python train.py, with --hang-timeout 0"]
+        near = ["to debug, start one rank in a terminal: python train.py, with --hang-timeout 0"]
     with contextlib.suppress(Exception):  # the user's __dir__ may fail, or the error have no name
         names = dir(error.obj) if isinstance(error, AttributeError) else []
         if isinstance(error, NameError):
