@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from evenkeel.common.processes import count_cores
 from evenkeel.run.manifest import load, step_folders
 from tests.support.processes import TRAIN, Done, records, run_forked
 from tests.support.small_runs import evaluation_of, model_of, options, told_step
@@ -386,3 +387,18 @@ def test_a_mistake_in_the_first_step_is_shown_with_what_the_batch_is(tmp_path: P
     done = train(tmp_path, ROWS.format(as_dict=as_dict), expect=1)
     assert line in done.stderr.splitlines()[-1]
     assert "nothing to save" not in done.stdout, "before the cause"
+
+
+def test_more_loader_processes_than_cores_are_a_line_and_not_one_for_each_set(tmp_path: Path) -> None:
+    many = count_cores() + 1
+    err = train(tmp_path, "    pass\n", "--num-workers", many, "--max-steps", 1).stderr
+    assert err.count(f"--num-workers {many}: ") == 1
+    assert "This DataLoader" not in err
+
+
+@pytest.mark.parametrize(
+    ("way", "which"), [("min", ", also the best"), ("max", "; the best: {}/checkpoints/step-00000004")]
+)
+def test_the_closing_line_says_of_which_step_the_weights_are(tmp_path: Path, way: str, which: str) -> None:
+    *_, last = train(tmp_path, f"    best = ('loss', '{way}')\n").stdout.splitlines()
+    assert last.endswith(f"/model.pt (last step{which.format(tmp_path / 'run' / 'checkpoints')})")

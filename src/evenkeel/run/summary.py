@@ -58,7 +58,9 @@ def report_finished(
         took += f", and was down for {dead:.0f} s more (no process, or a hang)"
     took += f", {why}" if why else ""
     result = f": {shown(metrics)}" if metrics else ""
-    attempt.say(f"evenkeel: finished in {took}{result}  -> {near(attempt.path) / 'model.pt'}")
+    best = attempt.checkpoints.best_path()
+    other = f"; the best: {near(best)}" if best and step_of(best) != step else ", also the best" * bool(best)
+    attempt.say(f"evenkeel: finished in {took}{result}  -> {near(attempt.path) / 'model.pt'} (last step{other})")
     tracker.send(step, _best(attempt, step, metrics))
     tracker.close()
 
