@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -31,6 +32,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     return ByFile(config, log)
 
+
+# thousands of tests and all that they import stay to the end: to look through them at each collection, while they are
+# imported and in each `gc.collect()` of a test, takes a quarter of a second of CPU time
+gc.disable()
 
 # CI may have been started by nohup, and jobs heed that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -64,6 +69,12 @@ promises/test_faults processes/test_chaos nodes/test_doctor processes/test_docto
 LONG = (*TOGETHER, *(f"tests/{name}.py" for name in LONGEST.split()))
 """What takes minutes begins first, or one process would be left with it in the end. Two of them are the folders whose
 tests mostly wait."""
+
+
+def pytest_collection_finish() -> None:
+    """See above: from now on garbage is collected, of what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

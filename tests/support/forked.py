@@ -6,6 +6,7 @@ environment when it is imported is not read again. `python forked.py DESCRIPTOR`
 """
 
 import functools
+import gc
 import json
 import os
 import runpy
@@ -20,15 +21,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data", "rich.progress", "tyro", "numpy")
+PRELOADED = """torch torch._dynamo torch.distributed.run torch.utils.data torch.utils.serialization.config rich.progress
+tyro tyro._backends._tyro_backend tyro.constructors._struct_spec_attrs typeguard numpy"""
 """What takes time to import, and nothing of ours: it must find itself in a new process."""
+OURS = "evenkeel.launch.start evenkeel.run.run evenkeel.run.eval_only evenkeel.tasks.command_line"
+"""But where only that is tested which a task does in its steps."""
 
 
 class Forked:
     """A program at work; as much of `subprocess.Popen` as the tests need. `arguments`: a Python file, or "-m" and a
-    module, and what belongs to it; `env` has all its environment variables."""
+    module, and what belongs to it; `env` has all its environment variables. `warm`: what train.py imports of ours is
+    imported too."""
 
-    def __init__(self, arguments: list[str], env: Mapping[str, str], cwd: Path) -> None:
+    def __init__(self, arguments: list[str], env: Mapping[str, str], cwd: Path, warm: bool = False) -> None:
         self.args = [sys.executable, *arguments]
         self.returncode: int | None = None
         self._outputs = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]  # noqa: SIM115
@@ -36,7 +41,7 @@ class Forked:
         order = json.dumps({"argv": arguments, "env": dict(env), "cwd": str(cwd)}).encode()
         with its:
             files = [its.fileno(), *(file.fileno() for file in self._outputs)]
-            socket.send_fds(_parent(), [order], files)
+            socket.send_fds(_parent(OURS if warm else ""), [order], files)
         self.pid = int(self._told.recv(100))
 
     def poll(self) -> int | None:
@@ -71,22 +76,23 @@ class Forked:
 
 
 @functools.cache
-def _parent() -> socket.socket:
-    """The process that forks, for all tests of this one; it ends with this one."""
+def _parent(more: str) -> socket.socket:
+    """The process that forks, for all tests of this one; it ends with this one. It imports `more`."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # threads are not forked
     # here rank 0 holds the store, as nowhere else: c10d warns where it ends before another rank that asks the store
     one["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     with its:
-        command = [sys.executable, __file__, str(its.fileno())]
+        command = [sys.executable, __file__, str(its.fileno()), more]
         subprocess.Popen(command, env=os.environ | one, pass_fds=[its.fileno()], start_new_session=True)
     return ours
 
 
-def serve(orders: socket.socket) -> None:
+def serve(orders: socket.socket, more: str) -> None:
     """Start a program for each order, until nobody is left to give one."""
-    for name in PRELOADED:
+    for name in f"{PRELOADED} {more}".split():
         __import__(name)
+    gc.freeze()  # or each program would look through all of torch for garbage, and copy the pages of what it looks at
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in the programs"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -145,4 +151,4 @@ def _become(order: Any, out: int, err: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

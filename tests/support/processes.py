@@ -56,9 +56,9 @@ def start(command: Sequence[object], cwd: Path = ROOT, env: Variables | None = N
     )
 
 
-def fork(*arguments: object, env: Variables | None = None, cwd: Path = ROOT) -> Process:
-    """As `start([sys.executable, ...])`, but forked from a process that has imported torch."""
-    started: Any = Forked([str(argument) for argument in arguments], environment(env), cwd)
+def fork(*arguments: object, env: Variables | None = None, cwd: Path = ROOT, warm: bool = False) -> Process:
+    """As `start([sys.executable, ...])`, but forked from a process that has imported torch, and `warm` evenkeel too."""
+    started: Any = Forked([str(argument) for argument in arguments], environment(env), cwd, warm)
     return started  # as much of a Popen as is needed here
 
 
@@ -119,9 +119,9 @@ def evenkeel(*arguments: object, env: Variables | None = None, expect: int | Non
     return run([*EVENKEEL, *arguments], env=env, expect=expect)
 
 
-def run_forked(*arguments: object, expect: int | None = 0) -> Done:
-    """As `run([sys.executable, ...])`, but forked from a process that has imported torch."""
-    return checked(finish(fork(*arguments)), expect)
+def run_forked(*arguments: object, expect: int | None = 0, warm: bool = False) -> Done:
+    """As `run([sys.executable, ...])`, but forked from a process that has imported torch, and `warm` evenkeel too."""
+    return checked(finish(fork(*arguments, warm=warm)), expect)
 
 
 def checked(done: Done, expect: int | None) -> Done:

@@ -43,7 +43,7 @@ def train(folder: Path, body: str, *more: object, expect: int = 0) -> Done:
     """Eight steps of a task with these methods, written on the indentation of a class."""
     (folder / "own.py").write_text(BEFORE + body)
     words = ["--batch-size", 16, "--micro-batch", 4, "--epochs", 2, "--log-every", 1, *more]
-    return run_forked(TRAIN, *options(f"{folder / 'own.py'}:Own", folder / "run", *words), expect=expect)
+    return run_forked(TRAIN, *options(f"{folder / 'own.py'}:Own", folder / "run", *words), expect=expect, warm=True)
 
 
 HEAD = """
