@@ -214,8 +214,10 @@ HOW: dict[str, Callable[[nn.Module], Placement]] = {
 }
 
 
-@pytest.mark.parametrize("reduce", ["ring", "tree"])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("how", "reduce"),
+    [*((how, "ring") for how in HOW), ("placed", "tree"), ("cut", "tree")],
+)
 def test_a_step_of_two_networks_on_several_devices(how: str, reduce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, gradient, clipping, commit of the buffers, the empty pass of an idle rank and the evaluation's metrics."""
     # the one thing that a fake tensor cannot tell the host: a number

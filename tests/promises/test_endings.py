@@ -14,6 +14,7 @@ from tests.support import small_runs as runs
 from tests.support.processes import (
     TRAIN,
     finish,
+    fork,
     fork_ranks,
     names_in,
     read,
@@ -160,7 +161,7 @@ def test_a_signal_for_a_child_of_the_task_does_not_stop_the_run(tmp_path: Path) 
         return super().loss(model, batch)
     """
     words = job(tmp_path / "run", *RARE, "--max-steps", 3, "--task", runs.own_task(tmp_path, body))
-    assert finish(start([sys.executable, str(TRAIN), *words], env=runs.OWN)).returncode == 0
+    assert finish(fork(TRAIN, *words, env=runs.OWN)).returncode == 0
 
 
 def test_a_stop_that_ends_a_process_of_the_task_first_is_no_error(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_stop_that_ends_a_process_of_the_task_first_is_no_error(tmp_path: Path
         raise EOFError("my helper has gone")
     """
     words = job(tmp_path / "run", *RARE, "--task", runs.own_task(tmp_path, body))
-    assert finish(start([sys.executable, str(TRAIN), *words], env=runs.OWN)).returncode == 75
+    assert finish(fork(TRAIN, *words, env=runs.OWN)).returncode == 75
 
 
 @pytest.mark.slow
@@ -235,7 +236,7 @@ def test_a_run_that_finishes_deletes_what_a_killed_writer_has_left(tmp_path: Pat
         os.makedirs(folder, exist_ok=True)
         return super().loss(model, batch)
     """
-    run([sys.executable, TRAIN, *job(tmp_path / "run", "--task", runs.own_task(tmp_path, body))], env=runs.OWN)
+    runs.ended(fork(TRAIN, *job(tmp_path / "run", "--task", runs.own_task(tmp_path, body)), env=runs.OWN))
     assert not [name for name in names_in(tmp_path / "run" / "checkpoints") if name.startswith(".")]
 
 

@@ -1,14 +1,25 @@
 """Each sample exactly once an epoch, in training through kills and in evaluation, at any number of ranks."""
 
 import random
-import sys
+import signal
 from pathlib import Path
 
 import torch
 
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, Process, read, start, torchrun
-from tests.support.small_runs import EPOCHS, PLAN, SAMPLES, Records, each_once, job, model_of, trained, weights_of
+from tests.support.processes import TRAIN, read, start, torchrun
+from tests.support.small_runs import (
+    EPOCHS,
+    PLAN,
+    SAMPLES,
+    Records,
+    each_once,
+    interrupt,
+    job,
+    model_of,
+    trained,
+    weights_of,
+)
 
 
 def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_exactly_once(tmp_path: Path) -> None:
@@ -16,19 +27,16 @@ def test_killed_and_stopped_and_resumed_at_other_world_sizes_each_sample_comes_e
     run_dir, dice = tmp_path / "run", random.Random()
     more, record = ["--checkpoint-every", 2], Records(tmp_path / "record")
 
-    def attempt(command: list[str]) -> Process:
-        record.of_another_attempt()
-        return start(command)
-
     options = job(run_dir, *more, "--record", record.link, "--pause", 0.1)
     killed_at = dice.randrange(3, 9)
-    process = attempt(torchrun(2, TRAIN, *options))
-    runs.kill_at(killed_at, run_dir, process)
-    process = attempt(torchrun(3, TRAIN, *options))
-    runs.stop_at(run_dir, killed_at + dice.randrange(3, 9), process)
+    record.of_another_attempt()
+    runs.kill_at(killed_at, run_dir, start(torchrun(2, TRAIN, *options)))
+    record.of_another_attempt()
+    interrupt(3, run_dir, options, killed_at + dice.randrange(3, 9), signal.SIGTERM)
     stopped = read(run_dir, "status.json")
     assert (stopped["state"], stopped["reason"]) == ("stopped", "SIGTERM")
-    runs.ended(attempt([sys.executable, str(TRAIN), *options]))
+    record.of_another_attempt()
+    trained(0, options)
 
     starts = runs.starts(run_dir)
     assert starts[0] == 0

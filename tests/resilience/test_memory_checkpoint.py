@@ -3,14 +3,13 @@
 import contextlib
 import errno
 import json
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +17,7 @@ from typing import IO, Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 from evenkeel.common import keeper_link, memory
 from evenkeel.resilience import memory_checkpoint, peers
@@ -221,13 +221,28 @@ def test_a_process_that_is_forked_keeps_no_memory() -> None:
     assert step_in(by_a_rank(KeeperMemory(print), act)) == 4
 
 
-SERVE = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print("ready", flush=True)
-sys.stdin.read()
-"""
+@contextlib.contextmanager
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The process of a job's store."""
+    port = free_port()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    context = multiprocessing.get_context("fork")
+    server = context.Process(target=serve, args=(port, ready := context.Event()))
+    server.start()
+    try:
+        assert ready.wait(60)
+        yield server.pid or 0
+    finally:
+        server.kill()
+        server.join()
+
+
+def serve(port: int, ready: Any) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    ready.set()
+    signal.pause()
+    del store
 
 
 @pytest.mark.parametrize("looks", [True, False])
@@ -235,19 +250,14 @@ def test_a_store_that_has_ended_is_lost_without_a_stack_of_c_plus_plus(
     looks: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The control does not look, and torch prints one."""
-    port = str(free_port())
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", SERVE, port], **pipes) as server:
-        assert server.stdout.readline() == b"ready\n"
-        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, value)
+    with served(monkeypatch) as server:
         mine = Peers(1, 2)
         mine.join("a")
         assert mine._store
         assert not mine.learn_of_death()
         if not looks:
             monkeypatch.setattr(Peers, "_is_cut_off", lambda _: False)
-        os.kill(server.pid, signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
     time.sleep(0.2)
     assert not mine.learn_of_death()
     assert mine._store is None
@@ -257,23 +267,19 @@ def test_a_store_that_has_ended_is_lost_without_a_stack_of_c_plus_plus(
 @pytest.mark.parametrize("rejoins", [True, False])
 def test_a_keeper_that_lost_a_slow_store_is_not_waited_for(rejoins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control does not ask again: then the others wait for `FINISH_TIMEOUT` until this rank has finished."""
-    port = str(free_port())
-    with subprocess.Popen([sys.executable, "-c", SERVE, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-        assert server.stdout.readline() == b"ready\n"
-        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, value)
+    with served(monkeypatch) as server:
         monkeypatch.setattr(peers, "REQUEST_TIMEOUT", 1.0)
         monkeypatch.setattr(peers, "FINISH_TIMEOUT", 0.0)
         other, slow = Peers(1, 3), Peers(2, 3)
         other.join("a")
         slow.join("a")
-        os.kill(server.pid, signal.SIGSTOP)
+        os.kill(server, signal.SIGSTOP)
         wait_until(lambda: not slow.learn_of_death() and slow._store is None, "the loss: it may still answer at first")
         if not rejoins:
             monkeypatch.setattr(Peers, "_rejoin", lambda _: None)
         if rejoins:
             assert slow.await_all(lambda _seconds: False), "it ends where the store is still frozen"
-        os.kill(server.pid, signal.SIGCONT)
+        os.kill(server, signal.SIGCONT)
         assert slow.await_all(lambda _seconds: False)
         assert other._store
         assert other._store.add("done", 0) == rejoins

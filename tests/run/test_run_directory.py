@@ -499,22 +499,23 @@ MOUNT = """
 import sys
 from pathlib import Path
 from tests.run.test_run_directory import OPTIONS, claim, read_config, started
-path = Path(sys.argv[1])
-started(path)
-for _ in range(2):
-    aside = Path(claim(path, OPTIONS, fresh=True).start_over([""]).rpartition(" is now in ")[2])
-    assert aside.parent == path and read_config(aside / "config.toml") == OPTIONS, aside
-    claim(path, OPTIONS, fresh=False).begin(OPTIONS, [""])
-assert sorted(entry.name for entry in path.parent.iterdir()) == ["mine"]
+for path in map(Path, sys.argv[1:]):
+    started(path)
+    for _ in range(2):
+        aside = Path(claim(path, OPTIONS, fresh=True).start_over([""]).rpartition(" is now in ")[2])
+        assert aside.parent == path and read_config(aside / "config.toml") == OPTIONS, aside
+        claim(path, OPTIONS, fresh=False).begin(OPTIONS, [""])
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["mine"]
 """
 
 
-@pytest.mark.parametrize("options", ["-t tmpfs tmpfs", "--bind ."], ids=["disk", "bind"])
-def test_to_start_over_on_a_mount(path: Path, options: str) -> None:
+def test_to_start_over_on_a_mount(path: Path, tmp_path: Path) -> None:
     """In a name space of mounts that ends with the test. A bind mount may be of the very same file system."""
-    path.mkdir(parents=True)
-    script = f'mount {options} "$1" && shift && exec "$@"'
-    command = ["unshare", "--mount", "bash", "-c", script, "bash", path, sys.executable, "-c", MOUNT, path]
+    bound = tmp_path / "bound" / "mine"
+    for folder in (path, bound):
+        folder.mkdir(parents=True)
+    script = 'mount -t tmpfs tmpfs "$4" && mount --bind . "$5" && exec "$@"'
+    command = ["unshare", "--mount", "bash", "-c", script, "bash", sys.executable, "-c", MOUNT, path, bound]
     if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], check=False, timeout=60).returncode:
         pytest.skip("needs root to make a mount namespace")
     source = path.parent.parent / "source"

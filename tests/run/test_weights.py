@@ -342,11 +342,17 @@ class Hostile:
         return exec, (f"import os; os.environ[{RAN!r}] = 'yes'",)
 
 
-def convert(message: str, cwd: Path = ROOT) -> None:
-    """Type the command that a refusal names."""
-    command = message[message.index("python -c") :].replace("python", shlex.quote(sys.executable), 1)
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    run(["bash", "-c", command], cwd, path)
+def convert(message: str, cwd: Path | None = None) -> None:
+    """Do what a refusal says: type its command in a folder, or run its program here."""
+    command = message[message.index("python -c") :]
+    if cwd:
+        path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        run(["bash", "-c", command.replace("python", shlex.quote(sys.executable), 1)], cwd, path)
+    else:
+        _, option, program, *words = shlex.split(command)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [option, *words])
+            exec(program, {})
 
 
 @pytest.mark.parametrize(("what", "zipped"), [("module", True), ("namespace", False)])
@@ -358,7 +364,7 @@ def test_files_that_hold_code_are_refused_with_the_way_to_convert_them(what: str
     assert "has more than tensors: reading it would run its code (" in message
     assert (f"{__name__}.Pickled" if what == "module" else "argparse.Namespace") in message
     assert "if you trust its author, convert it once" in message
-    convert(message)
+    convert(message, ROOT if zipped else None)
     read_weights(model, file.with_name("old-weights.pt"))
     assert same(saved, model)
 

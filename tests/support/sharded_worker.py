@@ -3,7 +3,8 @@
 torchrun --nproc_per_node=W sharded_worker.py OUT.json {bits,fp32,bf16} MICRO_BATCHES [RANKS-OF-A-REPLICA]
 
 "bits": fingerprints of gradients, norms and weights. A precision: the bytes, counted where torch hands collectives to
-the process group, and what docs/sharding.md says.
+the process group, and what docs/sharding.md says. There may be several precisions, or numbers of micro-batches for
+"bits", with commas between them: one start for all.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from evenkeel.training.determinism import fix_arithmetic
 from evenkeel.training.row_norm import clip_rows
 from evenkeel.training.sharding import Sharding
 
-WHAT, MICRO_BATCHES = sys.argv[2], int(sys.argv[3])
+WHAT, (MICRO_BATCHES, *MORE) = sys.argv[2].split(","), map(int, sys.argv[3].split(","))
 
 
 def batch(number: int) -> Tensor:
@@ -58,18 +59,24 @@ def fingerprint(tensors: list[Any]) -> str:
     return digest.hexdigest()
 
 
-def bits(world: World) -> dict[str, str]:
+def all_bits(world: World) -> dict[str, str]:
+    """Those of the first number of micro-batches by their names, and of the others by "NAME of NUMBER"."""
+    others = {f"{way} of {count}": found for count in MORE for way, found in bits(world, count).items()}
+    return bits(world, MICRO_BATCHES) | others
+
+
+def bits(world: World, count: int) -> dict[str, str]:
     """The fingerprints of one step of so many micro-batches."""
     fix_arithmetic(True, False)
     ranks, rank, task = world.world_size, world.rank, Sharded()
     torch.manual_seed(0)
     model = task.model().eval()
     reduction = Sharding(model, None, [], task, world, "fp32", replica_of(world)).reduction
-    reduction.begin_step([range(MICRO_BATCHES)])
-    for _ in range(-(-MICRO_BATCHES // ranks)):
+    reduction.begin_step([range(count)])
+    for _ in range(-(-count // ranks)):
         own = reduction.round * ranks + rank
-        number = own if own < MICRO_BATCHES else 0
-        (task.loss(model, batch(number)) / MICRO_BATCHES).backward()
+        number = own if own < count else 0
+        (task.loss(model, batch(number)) / count).backward()
         if not reduction.is_last_round:
             reduction.accumulate(number)
     gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
@@ -83,14 +90,14 @@ def bits(world: World) -> dict[str, str]:
                 weight.grad = gradient * (1 + step / 7)
             optimizer.step()
         found[f"control: {way}" if way == "fused" else way] = fingerprint(weights)
-    return found | (usual(world) if MICRO_BATCHES % ranks == 0 else {})
+    return found | (usual(world, count) if count % ranks == 0 else {})
 
 
-def usual(world: World) -> dict[str, str]:
+def usual(world: World, count: int) -> dict[str, str]:
     """The control: each rank adds up consecutive micro-batches, and the stock reduce-scatter the ranks."""
-    model, each = stock(world), MICRO_BATCHES // world.world_size
+    model, each = stock(world), count // world.world_size
     for number in range(world.rank * each, (world.rank + 1) * each):
-        (Sharded().loss(model, batch(number)) / MICRO_BATCHES).backward()
+        (Sharded().loss(model, batch(number)) / count).backward()
     gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
     total: Any = clip_grad_norm_(model.parameters(), 0.5)
     return {"control: gradients": fingerprint(gradients), "control: norm": total.full_tensor().item().hex()}
@@ -118,13 +125,13 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def formula(world: World, ranks: int) -> dict[str, int]:
+def formula(world: World, ranks: int, precision: str) -> dict[str, int]:
     """The same by docs/sharding.md, of a network whose rows are padded to a multiple of the ranks of a replica."""
     replicas, rest = world.world_size // ranks, MICRO_BATCHES % world.world_size
     numbers = sum(-(-len(p) // ranks) * ranks * p[0].numel() for p in Sharded().model().parameters())
     rounds = -(-MICRO_BATCHES // world.world_size)
     own = len(range(world.rank, MICRO_BATCHES, world.world_size))
-    once, wide = numbers * (ranks - 1) // ranks, 2 if WHAT == "bf16" else 4
+    once, wide = numbers * (ranks - 1) // ranks, 2 if precision == "bf16" else 4
     # a replica without a micro-batch in the last round sends none then
     sums = rounds - (0 < rest <= world.rank // ranks * ranks)
     between = padded_blocks(ranks, replicas) * (replicas - 1) // replicas * (sums + 1) * 4
@@ -141,12 +148,17 @@ def padded_blocks(ranks: int, replicas: int) -> int:
     return sum(-(-numbers // replicas) * replicas for numbers in of.values())
 
 
-def sent(world: World) -> dict[str, Any]:
+def all_sent(world: World) -> list[Any]:
+    """The same for each precision and rank."""
+    return [each for precision in WHAT for each in sent(world, precision)]
+
+
+def sent(world: World, precision: str) -> list[Any]:
     """What each rank sends in a step of so many micro-batches, counted and by the formula."""
     task, ranks = Sharded(), replica_of(world)
     torch.manual_seed(0)
     model = task.model()
-    sharding = Sharding(model, None, [], task, world, WHAT, ranks)
+    sharding = Sharding(model, None, [], task, world, precision, ranks)
     reduction = sharding.reduction
     reduction.begin_step([range(MICRO_BATCHES)])
     with Wire(sharding._owners) as wire:
@@ -155,9 +167,8 @@ def sent(world: World) -> dict[str, Any]:
             number = own if own < MICRO_BATCHES else 0
             (task.loss(model, batch(number)) / MICRO_BATCHES).backward()
             reduction.accumulate(number)
-    found = {"counted": wire.sent, "formula": formula(world, ranks)}
-    return {str(rank): each for rank, each in enumerate(world.gather(found))}
+    return world.gather({"counted": wire.sent, "formula": formula(world, ranks, precision)})
 
 
 if __name__ == "__main__":
-    rank_0_writes(bits if WHAT == "bits" else sent)
+    rank_0_writes(all_bits if WHAT == ["bits"] else all_sent)

@@ -1,6 +1,6 @@
 """The built-in tasks in training: augmentation, mixing, label smoothing, and the promises with all of them."""
 
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import nn
 from evenkeel.config import check_numbers
 from evenkeel.data.loader import Seeded
 from evenkeel.tasks.classify import Classify
-from tests.support.processes import run
+from tests.support.processes import run_forked
 from tests.support.raised import refusal_of
 
 
@@ -110,11 +110,11 @@ def test_grey_images_for_a_network_of_colour_ones_are_enlarged_and_repeated() ->
     assert torch.equal(seen[:, 0], seen[:, 2])
 
 
-def test_the_default_job_does_not_wait_for_torchvision() -> None:
+def test_the_default_job_does_not_wait_for_torchvision(tmp_path: Path) -> None:
     made = "task.train_dataset(), task.test_dataset(), task.model()"
     parsed = "import sys; from evenkeel.tasks.command_line import parse; _, task = parse([])"
-    script = f"{parsed}; {made}; print('torchvision' in sys.modules)"
-    assert run([sys.executable, "-c", script]).stdout == "False\n"
+    (script := tmp_path / "script.py").write_text(f"{parsed}; {made}; print('torchvision' in sys.modules)")
+    assert run_forked(script).stdout == "False\n"
 
 
 @pytest.mark.parametrize(
