@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1966,
+    "common": 1972,
     "config": 601,
-    "data": 3180,
-    "distributed": 2617,
-    "resilience": 1930,
+    "data": 3203,
+    "distributed": 2630,
+    "resilience": 1941,
     "training": 6952,
-    "run": 7556,
+    "run": 7578,
     "tasks": 2307,
     "mirror": 726,
     "launch": 3193,
-    "cli": 7517,
+    "cli": 7530,
     "time_travel": 1689,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
