@@ -131,6 +131,7 @@ def wait_until_left_out(cluster: Cluster, job: str, run_dir: Path, node: str) ->
     assert sorted(left_out(cluster, job)) == [node, "node4"]
 
 
+@pytest.mark.long
 def test_a_node_that_computes_wrong_twice_is_left_out(
     cluster: Cluster, tmp_path: Path, alone: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +209,7 @@ def test_what_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
     assert reason == "requeued 1 times without finishing a step after step 0 (--max-requeues 1)"
 
 
+@pytest.mark.long
 def test_an_array_trains_one_run_for_each_seed(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "seeds"
     options = recorded(run_dir, "--wandb", "disabled", "--checkpoint-every", 0, "--pause", 0.2)

@@ -169,6 +169,7 @@ def test_a_run_directory_of_each_node_and_a_folder_that_some_do_not_see(cluster:
     assert line.startswith(f"evenkeel: {cluster.local}/only-here: is not visible on node2; name a --run-dir or")
 
 
+@pytest.mark.long
 def test_an_interactive_allocation(cluster: Cluster, tmp_path: Path) -> None:
     """salloc: node.py on both nodes; torchrun as people type it; tasks without torchrun are told what to type."""
     names = ("node", "torchrun")

@@ -158,6 +158,7 @@ def test_a_machine_is_lost_and_its_pod_is_made_again_elsewhere(
         assert ("node 0 is lost" in it.cluster.log(1)) == (lost == 0)
 
 
+@pytest.mark.long
 def test_the_machine_of_pod_0_is_lost_for_good_and_it_gets_another_place(tmp_path: Path, undisturbed: str) -> None:
     """The others end with it. It has waited longest, so it is the first to get a place; one of them stays Pending."""
     with trial(tmp_path / "app", "2:3", 3) as it:
@@ -335,6 +336,7 @@ def test_crashes_are_counted(tmp_path: Path) -> None:
         assert it.cluster.ignored == 0
 
 
+@pytest.mark.long
 def test_a_pod_with_a_frozen_rank_is_ended_by_the_probe_and_made_again(tmp_path: Path, undisturbed: str) -> None:
     """The job's own watch for hangs is off."""
     with trial(tmp_path / "app", "2", 2, "--hang-timeout", 0) as it:

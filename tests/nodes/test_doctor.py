@@ -20,6 +20,7 @@ def mounted(first: str, *options: object, expect: int) -> dict[str, str]:
     return {it["name"]: it["level"] for it in json.loads(done.stdout)["findings"]}
 
 
+@pytest.mark.long
 def test_small_shared_memory_and_a_read_only_and_a_full_run_directory(tmp_path: Path) -> None:
     small, large = (f"mount -t tmpfs -o size={size} shm /dev/shm" for size in ("64m", "2g"))
     where, loaders = ["--run-dir", tmp_path / "run"], ["--", "--num-workers", 2]

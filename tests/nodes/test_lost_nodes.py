@@ -48,6 +48,7 @@ def test_nodes_and_ranks_are_lost_and_no_sample_with_them(run_dir: Path) -> None
     assert namespaces(process.pid) == []
 
 
+@pytest.mark.long
 def test_a_node_that_is_back_after_the_end_is_not_waited_for(run_dir: Path) -> None:
     """Chaos took four faults of six seconds and waited for node 1, which waited for node 0, for ever."""
     alone = shlex.join([*torchrun(1, TRAIN), *job(run_dir)])

@@ -94,7 +94,7 @@ def slowed(folder: Path) -> list[str]:
     return job(folder / "a", "--keeper", "off", "--task", f"{folder / 'own.py'}:Own")
 
 
-@pytest.mark.promise
+@pytest.mark.long
 def test_a_run_that_goes_on_from_the_end_of_an_epoch_passes(tmp_path: Path) -> None:
     """An attempt would evaluate at its first step, if there were data, and has recorded that step before."""
     run, words = tmp_path / "a", [*slowed(tmp_path), "--checkpoint-every", 20]

@@ -40,7 +40,7 @@ def hints(run_dir: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("rank", "part", "more", "variables"),
     [
-        pytest.param(0, "data", [], {}, marks=pytest.mark.promise),
+        (0, "data", [], {}),
         (2, "forward", ["--reduce", "tree"], {}),
         (1, "backward", ["--reduce", "tree"], {"slow_unused": 1}),  # the tree exchanges all gradients after backward
     ],

@@ -206,7 +206,7 @@ def test_workers_whose_agent_is_killed_save_and_end(run_dir: Path, keepers_too: 
     assert saved_step(run_dir) >= told_step(run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_stopped_twice_while_it_starts_still_takes_other_options(tmp_path: Path) -> None:
     """The stop comes when it forks its loader process, which it does once the start is recorded."""
     stops = """
@@ -241,7 +241,7 @@ def test_a_run_that_finishes_deletes_what_a_killed_writer_has_left(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keeper", ["on", "off"])
+@pytest.mark.parametrize("keeper", ["on", pytest.param("off", marks=LONG)])
 def test_ranks_whose_agent_is_killed_during_their_imports_end(tmp_path: Path, keeper: str) -> None:
     waits = (
         "import os, pathlib, time\n"
@@ -262,7 +262,7 @@ def test_ranks_whose_agent_is_killed_during_their_imports_end(tmp_path: Path, ke
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_attempt_after_the_death_of_a_keeper_says_so(run_dir: Path) -> None:
     process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--keeper", "on", "--pause", 0.1), restarts=1))
     wait_for_step(run_dir, 2, process)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import needs
 from tests.support.processes import ROOT, TRAIN, checked, environment, finish, kill_group, read, run_forked, start
 from tests.support.small_runs import SUPPORT, job, told_step, wait_for_step, weights_of
 
@@ -92,7 +93,7 @@ def test_one_process_and_two_have_the_bits_of_train_py(notebook: Notebook, tmp_p
     assert weights_of(tmp_path / "ring-here") == weights_of(tmp_path / "ring")
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, needs.long(2)])
 def test_ctrl_c_leaves_python_alive_and_the_last_step_saved(notebook: Notebook, tmp_path: Path, processes: int) -> None:
     run_forked(TRAIN, *job(tmp_path / "usual", "--reduce", "tree"))
     task = "Mine" if processes == 1 else "recording_task.Recorded"

@@ -78,13 +78,13 @@ def test_a_loop_that_ends_too_early_on_one_rank_says_so(tmp_path: Path, keeper: 
 @pytest.mark.parametrize(
     ("kind", "launcher", "until", "expect", "attempts"),
     [
-        ("ValueError", False, 9, -signal.SIGALRM, 2),
+        needs.long("ValueError", False, 9, -signal.SIGALRM, 2),
         ("ValueError", True, 9, 2, 2),
-        ("evenkeel.common.errors.EndedHere", True, 9, 2, 1),  # found by a check: certainly a mistake
+        needs.long("evenkeel.common.errors.EndedHere", True, 9, 2, 1),  # found by a check: certainly a mistake
         ("AttributeError", True, 9, 2, 1),  # in the code itself
         pytest.param("AttributeError", False, 9, -signal.SIGALRM, 1, marks=pytest.mark.long),
         ("ConnectionError", False, 9, 1, 3),  # the controls: perhaps of a network, and one that goes away
-        ("ValueError", True, 1, 0, 2),
+        needs.long("ValueError", True, 1, 0, 2),
     ],
 )
 def test_the_same_mistake_again_before_the_first_step_ends_the_job(

@@ -190,6 +190,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_the_second(tmp_path: Path) -> None:
     script, first, second = tmp_path / "two_runs.py", tmp_path / "first", tmp_path / "second"
     script.write_text(TWO_RUNS)
@@ -234,6 +235,7 @@ def writer_of(process: Process) -> int:
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["", "control"])
+@pytest.mark.long
 def test_a_writer_that_was_frozen_leaves_a_run_alone_that_began_meanwhile(tmp_path: Path, looks: bool) -> None:
     """With --fresh. In the control it does not look whose folder it is, and the new run goes on from the old state."""
     blind = "" if looks else "from evenkeel.run import checkpoint\ncheckpoint.check_not_stale = lambda _: None"
@@ -255,7 +257,7 @@ def test_a_writer_that_was_frozen_leaves_a_run_alone_that_began_meanwhile(tmp_pa
     assert "a process continues writing it" in told
 
 
-@pytest.mark.parametrize("kills", [1, TRIES])
+@pytest.mark.parametrize("kills", [needs.long(1), TRIES])
 def test_an_evaluated_step_is_on_the_disk_although_its_writer_is_killed(run_dir: Path, kills: int) -> None:
     """The ranks that start again have that step from memory, and do not evaluate it again. With TRIES: the control."""
     evaluated = ["--checkpoint-every", 0, "--eval-every", 3, "--keep", 1, "--task", f"{runs.ODD_TASKS}:WorseAndWorse"]
@@ -394,6 +396,7 @@ def test_a_start_waits_for_what_a_keeper_has_left_to_a_child(tmp_path: Path) -> 
     assert starts(run_dir) == [0, 3]
 
 
+@pytest.mark.long
 def test_what_a_keeper_leaves_to_a_child_after_its_grace_does_no_harm_later(run_dir: Path) -> None:
     """It writes step 3 when the next start has come further."""
     often = ["--checkpoint-every", 3, "--keep", 2, "--grace", 1]

@@ -10,6 +10,7 @@ import pytest
 
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.manifest import Provenance, load
+from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.components import has
 from tests.support.processes import TRAIN, finish_all, fork_ranks, read, records, run_forked, wait_until
@@ -18,7 +19,7 @@ from tests.support.small_runs import interrupt, model_of, recipe_job, saved_step
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [needs.long("bf16"), "fp16"])
 def test_killed_and_resumed_on_other_ranks_bits_scale_and_skips_are_the_same(tmp_path: Path, precision: str) -> None:
     """kill -9 of everything on 2 ranks, then of one, then SIGTERM on 3, the rest on one without a process group."""
     recipe = ["--precision", precision, "--ema", 0.9, "--clip-norm", 1, "--reduce", "tree", "--checkpoint-every", 2]
@@ -52,6 +53,7 @@ def test_killed_and_resumed_on_other_ranks_bits_scale_and_skips_are_the_same(tmp
         assert 5 < scales[-1][1] < 25, "some steps were left out and some were not"
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_between_a_step_and_its_evaluation_ends_where_it_would_have(tmp_path: Path) -> None:
     """The score never gets better: evaluations at steps 3, 6 and 9, and patience 2, end the run at step 9 of 27."""
     hold, run_dir, plain = tmp_path / "hold", tmp_path / "run", tmp_path / "undisturbed"

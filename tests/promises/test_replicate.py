@@ -57,7 +57,7 @@ def goes_on_in_the_bits_of_one(run_dir: Path, one_rank: str, *more: object) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "lost"), [(("--replicate", 1), 1), (("--shard", 2), 1), needs.long(("--shard", 2), 0)]
+    ("words", "lost"), [(("--replicate", 1), 1), needs.long(("--shard", 2), 1), needs.long(("--shard", 2), 0)]
 )
 def test_a_lost_node_costs_no_step_that_all_ranks_had(run_dir: Path, one_rank: str, words: Any, lost: int) -> None:
     lose_a_node(run_dir, *words, lost=lost)
@@ -76,7 +76,7 @@ def test_fewer_ranks_go_on_at_that_step_too(run_dir: Path, one_rank: str) -> Non
     assert runs.weights_of(run_dir) == one_rank
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_killed_in_exchanges_cost_no_step(run_dir: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has stored the step in its slot before, so all go on from there in place."""
     monkeypatch.setenv("STRIKES", "replica:2:3 replica:0:5 replica:all:8")

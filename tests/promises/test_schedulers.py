@@ -31,7 +31,7 @@ def kill(ranks: int, run_dir: Path, slow: Path, words: list[str], victims: int =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [needs.long("onecycle"), "plateau", "sequential"])
+@pytest.mark.parametrize("kind", [needs.long("onecycle"), "plateau", needs.long("sequential")])
 def test_killed_and_finished_on_other_ranks_rates_and_bits_are_as_undisturbed(tmp_path: Path, kind: str) -> None:
     slow, run_dir, plain = tmp_path / "slow", tmp_path / "run", tmp_path / "undisturbed"
     words = job(run_dir, kind, "--slow", slow)
@@ -116,7 +116,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param("muon", marks=WITH_MUON), needs.slow("adamw"), needs.long("sgd")])
+@pytest.mark.parametrize("kind", [pytest.param("muon", marks=WITH_MUON), needs.long("adamw"), needs.long("sgd")])
 def test_killed_on_two_ranks_and_finished_on_one_the_bits_are_the_same(tmp_path: Path, kind: str) -> None:
     run_dir, slow, options = tmp_path / "run", tmp_path / "slow", ["--reduce", "tree", *KINDS[kind]]
     words = recipe_job(run_dir, *options, "--checkpoint-every", 2, "--slow", slow)

@@ -82,7 +82,8 @@ def test_with_real_collectives_in_a_trial_they_wait(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 # of 14 samples: 7 and 2 micro-batches, in 4 rounds and in 1
-@pytest.mark.parametrize("micro_batch", [2, needs.long(7)])
+@pytest.mark.parametrize("micro_batch", [2, 7])
+@pytest.mark.long
 def test_a_trial_takes_the_memory_of_a_step(tmp_path: Path, micro_batch: int) -> None:
     """The control, without a reserve for sums, takes less, if there are several rounds."""
     peaks, exact = {}, {"MALLOC_MMAP_THRESHOLD_": "500000", "MALLOC_ARENA_MAX": "1"}

@@ -219,6 +219,7 @@ def test_a_stop_while_a_rank_is_frozen_saves_its_rows_before_torchrun_kills(run_
     assert runs.weights_of(run_dir) == one_rank
 
 
+@pytest.mark.long
 def test_a_source_that_one_keeper_must_import_again_costs_no_step(
     run_dir: Path, tmp_path: Path, one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +291,7 @@ def rates(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["train/lr"] for record in records(run_dir, "train")}
 
 
+@pytest.mark.long
 def test_schedulers_survive_kills_and_resizes(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mine(folder: Path) -> list[str]:
         return job(folder, *EVALUATED, task="Scheduled")

@@ -80,7 +80,7 @@ def source(k, turn):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reading_forward_in_a_loader_process_for_longer_than_the_hang_timeout_is_no_hang(tmp_path: Path) -> None:
     slow, run_dir = tmp_path / "slow", tmp_path / "run"
     body = "def train_dataset(self):\n    return Streams(source, substreams=2)"

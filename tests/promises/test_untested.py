@@ -54,7 +54,7 @@ def test_what_needs_an_evaluation_is_refused_in_a_line(tmp_path: Path, option: s
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_a_share_of_the_training_data_it_is_validated(tmp_path: Path, run_dir: Path) -> None:
     trained(0, untested(tmp_path, run_dir, "--validation", 0.2, "--patience", 9))
     assert read(run_dir)["metrics"].keys() == {"validation/loss"}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import needs
 from tests.support import small_runs as runs
 from tests.support.processes import TRAIN, checked, finish, finish_all, fork_ranks, records, start, torchrun
 from tests.support.small_runs import interrupt, job_of, model_of, restarts_of, steps_of, stop_at, trained, weights_of
@@ -48,7 +49,7 @@ TOLD = ["train/loss", "train/labels", "train/kept", "train/grad_norm"]
     [
         pytest.param(["--micro-batch", 8, "--precision", "bf16"], (0, 4), marks=pytest.mark.long),  # one is idle
         (["--micro-batch", 5, "--precision", "fp16", "--model-parallel", 2], (0, 3)),
-        (["--micro-batch", 5, "--sync-batchnorm", "--num-workers", 1], (4, 5)),
+        needs.long(["--micro-batch", 5, "--sync-batchnorm", "--num-workers", 1], (4, 5)),
     ],
     ids=["bf16", "fp16", "sync-batchnorm"],
 )
