@@ -267,8 +267,8 @@ the best checkpoint is deleted when it is old
     + if path:
 a checkpoint of --keep-every is deleted when it is old
     run/checkpoint.py | tests/run | tests/promises/test_keep_every.py
-    - for path, manifest in self._manifests() if manifest.kept_for_ever)}
-    + for path, manifest in self._manifests() if manifest.step < 0)}
+    - for path, manifest in manifests.items() if manifest.kept_for_ever)}
+    + for path, manifest in manifests.items() if manifest.step < 0)}
 bisect begins each repetition at a state in which the runs differ already
     time_travel/bisect.py | tests/time_travel | tests/processes/test_bisect.py
     - script, words, low))

@@ -102,7 +102,7 @@ def test_micro_batches_cut_every_epoch_into_consecutive_positions(plan: Plan) ->
             pieces = plan.micro_batches(step)
             assert [piece.step for piece in pieces] == [step] * len(pieces)
             assert [piece.id for piece in pieces] == list(range(len(pieces)))
-            if plan.full_count:
+            if plan.fixed_micro_batches:
                 assert max(piece.size for piece in pieces) - min(piece.size for piece in pieces) <= 1
             else:
                 assert all(piece.size == plan.micro_batch for piece in pieces[:-1])
@@ -128,7 +128,8 @@ def test_micro_batches_do_not_depend_on_the_world_size(plan: Plan, world_size: i
 @patient
 @given(plan=plans())
 def test_a_cut_reads_as_the_option_that_makes_it(plan: Plan) -> None:
-    option = ("micro_batches", plan.full_count) if plan.full_count else ("micro_batch", plan.micro_batch)
+    fixed = plan.fixed_micro_batches
+    option = ("micro_batches", fixed) if fixed else ("micro_batch", plan.micro_batch)
     assert read_cut(plan.cut) == option
 
 
@@ -142,12 +143,12 @@ def test_a_cut_by_number(samples: int, batch: int, number: int) -> None:
         sizes = [piece.size for piece in plan.micro_batches(step)]
         total = plan.step_samples(step)
         assert total == 1 or 1 not in sizes
-        if total == batch or total >= 2 * plan.full_count:
-            assert len(sizes) >= plan.full_count
+        if total == batch or total >= 2 * plan.fixed_micro_batches:
+            assert len(sizes) >= plan.fixed_micro_batches
         # a sample more than in a full step, where one would be alone otherwise
         assert max(sizes) <= plan.micro_batch + 1
         if total == batch:
-            assert (len(sizes), max(sizes)) == (plan.full_count, plan.micro_batch)
+            assert (len(sizes), max(sizes)) == (plan.fixed_micro_batches, plan.micro_batch)
 
 
 @pytest.mark.parametrize(

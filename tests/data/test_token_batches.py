@@ -53,7 +53,7 @@ def steps_of(dataset: Any, world_size: int, epoch: int, first: int = 0) -> list[
 def test_samples_once_and_steps_bounded(lengths: list[int], tokens: int, samples: int, parts: int, epoch: int) -> None:
     of = np.array(lengths)
     batches = TokenBatches(of, tokens, samples, parts, seed=3)
-    plan = Plan(len(of), samples, -(-samples // parts), epochs=99, full_count=parts, batches=batches)
+    plan = Plan(len(of), samples, -(-samples // parts), epochs=99, fixed_micro_batches=parts, batches=batches)
     order = batches.shuffled(np.arange(len(of), dtype=np.uint64), 3, epoch)
     assert sorted(order.tolist()) == list(range(len(of)))
     at = 0
@@ -132,7 +132,7 @@ def test_validation_takes_its_samples_with_their_lengths() -> None:
 def test_a_step_has_the_gradient_of_the_mean_over_all_its_samples() -> None:
     lengths = np.array([5] * 3 + [9] * 10 + [20] * 13)
     batches = TokenBatches(lengths, tokens=240, samples=16, parts=3, seed=1)
-    plan = Plan(26, 16, 6, epochs=1, full_count=3, batches=batches)
+    plan = Plan(26, 16, 6, epochs=1, fixed_micro_batches=3, batches=batches)
     sizes = [[piece.size for piece in plan.micro_batches(step)] for step in range(plan.steps_per_epoch)]
     assert any(len(set(parts)) > 1 for parts in sizes), sizes
     data, model = TinyTask().train_dataset(), nn.Linear(6, 3)

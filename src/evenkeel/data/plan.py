@@ -66,8 +66,9 @@ class Plan:
     """Passes over the data."""
     max_steps: int = 0
     """Stop after this many steps in all; 0 means after the last epoch."""
-    full_count: int = 0
-    """M, if a full step is cut into this many micro-batches whose sizes differ by at most one; 0: cut by size."""
+    fixed_micro_batches: int = 0
+    """M, if it is fixed, as by --micro-batches: their sizes differ by at most one. 0: cut by size. Of either cut
+    `micro_batches_per_step` is M."""
     left_out: int = 0
     """Positions at the end of each epoch that --drop-last drops; `samples` does not include them."""
     batches: TokenBatches | None = None
@@ -96,9 +97,9 @@ class Plan:
     @property
     def cut(self) -> str:
         """A description of the cut, for comparison with another start's; `run.fingerprint.read_cut` reads it."""
-        if self.full_count == 1:
+        if self.fixed_micro_batches == 1:
             return "a whole step"
-        return f"1/{self.full_count} of a step" if self.full_count else str(self.micro_batch)
+        return f"1/{self.fixed_micro_batches} of a step" if self.fixed_micro_batches else str(self.micro_batch)
 
     @property
     def length(self) -> int:
@@ -154,7 +155,7 @@ class Plan:
         if self.batches:
             bounds = self.batches.bounds(*self.locate(step))
             return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in ids]
-        if self.full_count:
+        if self.fixed_micro_batches:
             parts = ((i, contiguous_part(samples, i, count)) for i in ids)
             return [MicroBatch(step, i, first + part.start, len(part)) for i, part in parts]
         return [MicroBatch(step, i, first + i * largest, min(largest, samples - i * largest)) for i in ids]
@@ -176,17 +177,17 @@ class Plan:
         return start, min(start + self.global_batch, self.samples)
 
     def _count(self, step: int) -> int:
-        """M of a step. Of a full one: `full_count`, or as many as its size needs. An epoch's short last step, cut by
+        """M of a step. Of a full one: the fixed M, or as many as its size needs. An epoch's short last step, cut by
         count, has as many too, in smaller micro-batches, so that no rank is idle; but none of a single sample, because
         BatchNorm needs two."""
         if self.batches:
             return len(self.batches.bounds(*self.locate(step))) - 1
         samples = self.step_samples(step)
-        if not self.full_count or self.micro_batch == 1:
+        if not self.fixed_micro_batches or self.micro_batch == 1:
             return -(-samples // self.micro_batch)
         if samples == self.global_batch:
-            return self.full_count
-        return min(max(1, samples // 2), self.full_count)
+            return self.fixed_micro_batches
+        return min(max(1, samples // 2), self.fixed_micro_batches)
 
 
 def contiguous_part(total: int, index: int, parts: int) -> range:

@@ -95,9 +95,12 @@ class RankMemory:
         return self._slots or new_slots()
 
     def store(self, write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
-        """Store a state for the keeper, which `write` writes into a file that can seek, in place of the last one of its
-        kind (`facts["kind"]`), which is lost if this process dies meanwhile. Returns False if there is no keeper, or
-        too little memory."""
+        """Store a state for the keeper, which `write` writes into a file that can seek. Returns False if there is no
+        keeper, or too little memory.
+
+        The last one of its kind (`facts["kind"]`) is lost first: the keeper shares one file for each, and two states
+        would need twice the memory. It is there only if the disk has refused it, as a full one does.
+        """
         if (kind := facts["kind"]) not in self.files:
             return False
         self.discard(kind)

@@ -244,7 +244,7 @@ class Attempt:
             "total_steps": self.plan.total_steps,
             "threads": torch.get_num_threads(),
             "micro_batch": self.plan.micro_batch,
-            "micro_batches": self.plan.full_count,
+            "micro_batches": self.plan.fixed_micro_batches,
             "samples": self.data.samples,
             "order": self.data.order,
             "digests": self.data.digests,

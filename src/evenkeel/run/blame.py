@@ -76,7 +76,7 @@ def _numbers(attempt: Attempt, state: State, step: int) -> list[list[int]]:
     if stream_of(dataset) or state.refresh:
         return []
     plan = attempt.plan
-    return samples_of(whole_steps(dataset, attempt.config, plan.micro_batch, plan.full_count), step)
+    return samples_of(whole_steps(dataset, attempt.config, plan.micro_batch, plan.fixed_micro_batches), step)
 
 
 def _with_value(batch: Any, value: int, numbers: list[int]) -> list[int]:

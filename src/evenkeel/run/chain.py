@@ -31,11 +31,11 @@ def options_digest(options: Mapping[str, Any], harmless: Set[str]) -> str:
     return hashlib.sha256(json.dumps(counts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def whole_steps(dataset: Any, config: Config, micro_batch: int, number: int) -> ElasticSampler:
+def whole_steps(dataset: Any, config: Config, micro_batch: int, micro_batches: int) -> ElasticSampler:
     """The sampler of one rank that computes all, with the run's cut of a step."""
     return ElasticSampler(
         dataset, config.batch_size, micro_batch, num_replicas=1, rank=0,
-        seed=config.seed, micro_batches=number, drop_last=config.drop_last,
+        seed=config.seed, micro_batches=micro_batches, drop_last=config.drop_last,
     )  # fmt: skip
 
 

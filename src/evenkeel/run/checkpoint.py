@@ -172,7 +172,8 @@ class Checkpoints:
         self._delete_old()
 
     def _delete_old(self) -> None:
-        kept = {*self.best_paths(), *(path for path, manifest in self._manifests() if manifest.kept_for_ever)}
+        manifests = dict(self._manifests())
+        kept = {*self._best_of(manifests), *(path for path, manifest in manifests.items() if manifest.kept_for_ever)}
         if every := self.verify_every:  # a run whose state has drifted goes back to this one, see `Verification`
             sure = self.newest_step() // every * every
             kept.update([path for path in self.all() if step_of(path) < sure][-1:])
@@ -208,17 +209,17 @@ class Checkpoints:
 
     def best_paths(self) -> list[Path]:
         """The `keep_best` checkpoints with the best metrics, the best first, of equal ones the oldest first."""
-        scores = {path: score for path, score in self._scores().items() if score > -math.inf}
-        return sorted(scores, key=lambda path: (-scores[path], step_of(path)))[: self.keep_best]
+        return self._best_of(dict(self._manifests()))
+
+    def _best_of(self, manifests: Mapping[Path, Manifest]) -> list[Path]:
+        scores = {path: self._score(manifest.metrics) for path, manifest in manifests.items()}
+        found = [path for path in scores if scores[path] > -math.inf]
+        return sorted(found, key=lambda path: (-scores[path], step_of(path)))[: self.keep_best]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation would be among the `keep_best` best ones; one that is as good as the last is not."""
-        best = sorted(self._scores().values(), reverse=True)[: self.keep_best]
+        best = sorted((self._score(it.metrics) for _, it in self._manifests()), reverse=True)[: self.keep_best]
         return self._score(metrics) > (best[-1] if len(best) == self.keep_best else -math.inf)
-
-    def _scores(self) -> dict[Path, float]:
-        """Each checkpoint's score, newest first."""
-        return {path: self._score(manifest.metrics) for path, manifest in self._manifests()}
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         """The deciding metric, with a sign so that greater is better; -inf if it is missing or NaN."""

@@ -35,7 +35,7 @@ class Checkpointer:
         """Called with the step of each complete checkpoint, for the other nodes."""
         devices, memory = attempt.world.devices, config.keeper_memory == "on"
         if config.digest_every and attempt.lead:
-            self._sampler = whole_steps(attempt.sets[TRAINING], config, plan.micro_batch, plan.full_count)
+            self._sampler = whole_steps(attempt.sets[TRAINING], config, plan.micro_batch, plan.fixed_micro_batches)
             self._options = options_digest(attempt.options, attempt.harmless)
         make = ShardedSaver if config.shard != "off" else Saver
         ranks = attempt.world.local_world_size

@@ -278,7 +278,8 @@ class Replayed(Run):
         """What looks into a step, if it is one of those asked for."""
         if step.number + 1 < self.asked.first:
             return None
-        sampler = whole_steps(self.attempt.sets[TRAINING], self.config, self.plan.micro_batch, self.plan.full_count)
+        plan = self.plan
+        sampler = whole_steps(self.attempt.sets[TRAINING], self.config, plan.micro_batch, plan.fixed_micro_batches)
         samples = samples_of(sampler, step.number)
         return Look(self, step, [samples[it.id] for it in step.micro_batches])
 
