@@ -21,7 +21,7 @@ from evenkeel.cli.new import source as source_module
 from evenkeel.cli.new.project import PARTS, RECORD, TASKS, Answers, render, write
 from evenkeel.cli.new.source import own_source, source_of
 from tests.support import needs
-from tests.support.processes import ROOT, contents_of
+from tests.support.processes import ROOT, Done, contents_of, run
 from tests.support.raised import refusal_of
 from tests.support.thin import OFFLINE
 from tests.support.typed import typed
@@ -47,6 +47,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(answers(), "0.1.0", tmp_path / "tide")
     monkeypatch.chdir(tmp_path / "tide")
     return tmp_path / "tide"
+
+
+def make(*words: str, **variables: str) -> Done:
+    """In the working folder, and not as a part of the `make test` that runs this."""
+    return run(["make", *words], cwd=Path(), env=variables, expect=None)
 
 
 @pytest.mark.parametrize(("task", "parts"), CHOICES)
@@ -114,8 +119,7 @@ def test_an_old_python_makes_no_environment(makefile: str, folder: Path) -> None
     code = "import sys; sys.version_info = (3, 9, 18); exec(sys.argv[1])"
     old.write_text(f"#!/bin/sh\nshift\nexec {sys.executable} -c '{code}' \"$@\"\n")
     old.chmod(0o755)
-    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(["make", "setup", f"PYTHON={old}"], capture_output=True, text=True, check=False, env=own)
+    done = make("setup", f"PYTHON={old}")
     assert "needs Python 3.10 or newer; remove .venv, then: make setup PYTHON=python3.12" in done.stderr
     assert not (folder / ".venv").exists()
 
@@ -128,7 +132,7 @@ def test_this_python_is_not_too_old_to_make_an_environment(makefile: Path) -> No
 
 
 @needs.tools("make")
-def test_make_runs_the_source_of_its_own_folder_only(tmp_path: Path) -> None:
+def test_make_runs_the_source_of_its_own_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a copied checkout has the source of the original."""
     (tmp_path / "src" / "evenkeel").mkdir(parents=True)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -136,14 +140,9 @@ def test_make_runs_the_source_of_its_own_folder_only(tmp_path: Path) -> None:
     for name in ("src/evenkeel/__init__.py", "pyproject.toml", "requirements.lock", ".venv/.installed"):
         (tmp_path / name).touch()
     (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-
-    def make(source: Path) -> subprocess.CompletedProcess[str]:
-        variables = own | {"PYTHONPATH": str(source)}
-        return subprocess.run(["make", "own"], cwd=tmp_path, capture_output=True, text=True, check=False, env=variables)
-
-    assert make(tmp_path / "src").returncode == 0, "the control"
-    done = make(ROOT / "src")
+    monkeypatch.chdir(tmp_path)
+    assert make("own", PYTHONPATH=str(tmp_path / "src")).returncode == 0, "the control"
+    done = make("own", PYTHONPATH=str(ROOT / "src"))
     assert done.returncode
     assert f".venv has evenkeel of {ROOT}/src/evenkeel/__init__.py, not of here: remove .venv, or" in done.stderr
 
@@ -155,24 +154,18 @@ def test_the_lock_has_no_path_of_this_machine(folder: Path, tmp_path: Path) -> N
         file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")
-    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    stamp = folder / subprocess.check_output(["make", "-n", "setup"], text=True, env=own).split()[-1]
+    stamp = folder / make("-n", "setup").stdout.split()[-1]
     venv.create(folder / ".venv", with_pip=True)
     pip = [folder / ".venv" / "bin" / "python", "-m", "pip", "install", "-q", "--no-index"]
-    subprocess.run([*pip, tmp_path / "tiny-1.0-py3-none-any.whl"], check=True, env=own | {"PYTHONPATH": ""})
+    run([*pip, tmp_path / "tiny-1.0-py3-none-any.whl"], env={"PYTHONPATH": ""})
     stamp.touch()
-    subprocess.run(["make", "lock"], check=True, env=own | {"PYTHONPATH": ""})
+    assert make("lock", PYTHONPATH="").returncode == 0
     assert (folder / "requirements.lock").read_text() == "tiny==1.0\n"
 
 
 @needs.tools("make")
 def test_make_installs_again_for_another_requirement_and_not_for_another_task(folder: Path) -> None:
     """The control: with pyproject.toml itself as a prerequisite, as is usual, another task would do as well."""
-
-    def make(*words: str) -> subprocess.CompletedProcess[str]:
-        # not as a part of the `make test` that runs this: that one would print the folders, too
-        own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-        return subprocess.run(["make", *words], capture_output=True, text=True, check=False, env=own)
 
     def edit(file: str, old: str, new: str) -> None:
         text = (folder / file).read_text()
@@ -265,7 +258,7 @@ def test_a_wheel_is_copied(tmp_path: Path) -> None:
 
 @needs.tools("make")
 @pytest.mark.parametrize("listed", ["evenkeel 0.1.0 /a/checkout", "evenkeel-more 1.0 /elsewhere"])
-def test_a_wheel_replaces_no_checkout(listed: str, tmp_path: Path) -> None:
+def test_a_wheel_replaces_no_checkout(listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an environment that is named by VENV. The other one is the control."""
     zipfile.ZipFile(tmp_path / WHEEL, "w").close()
     source = source_of(str(tmp_path / WHEEL), tmp_path)
@@ -273,9 +266,8 @@ def test_a_wheel_replaces_no_checkout(listed: str, tmp_path: Path) -> None:
     (python := tmp_path / "mine" / "bin" / "python").parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\ncase $* in *--editable) echo '{listed}';; *install*) echo installs; exit 1;; esac\n")
     python.chmod(0o755)
-    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    words = ["make", "setup", f"VENV={tmp_path}/mine"]
-    done = subprocess.run(words, cwd=tmp_path / "tide", capture_output=True, text=True, check=False, env=own)
+    monkeypatch.chdir(tmp_path / "tide")
+    done = make("setup", f"VENV={tmp_path}/mine")
     refused = listed.startswith("evenkeel ")
     assert (f"evenkeel in {tmp_path}/mine is a checkout" in done.stderr) == refused, done.stderr
     assert ("\ninstalls\n" in done.stdout) != refused

@@ -27,7 +27,7 @@ from evenkeel.run.sharded_checkpoint import await_writers
 from evenkeel.run.state_files import WRONG, delete, set_aside
 from tests.run.test_sharded_checkpoint import save
 from tests.support import s3
-from tests.support.processes import wait_until
+from tests.support.processes import Process, wait_until
 from tests.support.s3 import port, store  # noqa: F401  (fixtures)
 
 
@@ -226,11 +226,13 @@ def test_a_checkpoint_that_goes_while_it_is_uploaded_is_no_trouble(moment: str, 
     assert [*store.manifests()] == [step_of(second)]
 
 
-def copying(run_dir: Path, grace: float = 60.0, url: str = "") -> list[str]:
-    """The command of a copier that is not the first node's."""
+def copying(run_dir: Path, port: int, grace: float = 60.0, url: str = "", **variables: str) -> Process:
+    """The process of a copier that is not the first node's."""
     settings: Any = {"url": url or s3.new_url(), "run_dir": str(run_dir), "keep": 2, "keep_best": 1, "grace": grace}
     settings |= {"job": "", "harmless": [], "first": False, "again": False}
-    return [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings)]
+    command = [sys.executable, "-m", "evenkeel.mirror.copying", json.dumps(settings)]
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=os.environ | s3.variables(port) | variables, text=True, **pipes)
 
 
 def test_a_sharded_checkpoint_arrives_that_is_deleted_under_a_slow_upload(
@@ -240,9 +242,7 @@ def test_a_sharded_checkpoint_arrives_that_is_deleted_under_a_slow_upload(
     proxy, checkpoints = s3.Proxy(port), Checkpoints(tmp_path / "run" / "checkpoints", 9)
     path = save(checkpoints, 1)
     proxy.pause = 0.4
-    command, given = copying(tmp_path / "run", url=store.url), dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
-    env: Any = {"env": os.environ | s3.variables(proxy.port), "text": True}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, **given, **env) as process:
+    with copying(tmp_path / "run", proxy.port, url=store.url) as process:
         wait_until(lambda: objects(store), "the first of three files")
         delete(path)
         await_writers(checkpoints)
@@ -257,9 +257,7 @@ def test_an_upload_for_which_no_time_is_left_leaves_nothing_hidden(port: int, tm
     proxy, run_dir = s3.Proxy(port), tmp_path / "run"
     path = saved(run_dir / "checkpoints", 1)
     proxy.limit = 1500  # less than state.pt
-    given: Any = {"text": True} | dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
-    env = os.environ | s3.variables(proxy.port)
-    with subprocess.Popen(copying(run_dir, 1), stdout=subprocess.DEVNULL, env=env, **given) as process:
+    with copying(run_dir, proxy.port, 1) as process:
         assert proxy.stopped.wait(60)
         held = [*path.parent.glob(".step-*/step-*/state.pt")]
         said = process.communicate(chr(signal.SIGTERM) + DONE.decode(), 60)[1]
@@ -272,9 +270,7 @@ def test_of_two_nodes_with_one_disk_one_fetches(port: int, store: Store, tmp_pat
     two(store, tmp_path)
     proxy, folder = s3.Proxy(port), tmp_path / "run" / "checkpoints"
     proxy.pause = 0.2
-    command, given = copying(tmp_path / "run", url=store.url), dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
-    env: Any = {"env": os.environ | s3.variables(proxy.port), "text": True}
-    nodes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, **given, **env) for _ in range(2)]
+    nodes = [copying(tmp_path / "run", proxy.port, url=store.url) for _ in range(2)]
     said = "".join(node.communicate(DONE.decode(), 60)[1] for node in nodes)
     assert [said.count(f": {what} step 2\n") for what in ("fetched", "another node has fetched")] == [1, 1], said
     assert {path.name for path in folder.iterdir()} == {".lock", "step-00000002"}
@@ -298,9 +294,7 @@ def test_a_fetch_is_a_sign_of_life_as_long_as_files_grow(port: int, store: Store
 
     age()
     assert alive() == [False, False]
-    given: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    env, command = os.environ | s3.variables(proxy.port), copying(tmp_path / "run", url=store.url)
-    nodes = [subprocess.Popen(command, env=env | {VARIABLE: str(folder)}, **given) for folder in beats]
+    nodes = [copying(tmp_path / "run", proxy.port, url=store.url, **{VARIABLE: str(folder)}) for folder in beats]
     wait_until(lambda: all(alive()) and proxy.stopped.is_set(), "signs of life", 60)
     time.sleep(1)
     age()
@@ -308,7 +302,7 @@ def test_a_fetch_is_a_sign_of_life_as_long_as_files_grow(port: int, store: Store
     assert alive() == [False, False], "it hangs"
     proxy.held = b""
     for node in nodes:
-        node.communicate(DONE, 60)
+        node.communicate(DONE.decode(), 60)
 
 
 @pytest.mark.parametrize(("grace", "pause"), [(60, 0), pytest.param(20, 2, marks=pytest.mark.slow)])
@@ -319,9 +313,7 @@ def test_a_store_that_is_away_when_the_ranks_end_is_tried_again(
     proxy, run_dir = s3.Proxy(port), tmp_path / "run"
     saved(run_dir / "checkpoints", 1)
     proxy.away()
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    command = copying(run_dir, grace)
-    with subprocess.Popen(command, env=os.environ | s3.variables(proxy.port), text=True, **pipes) as process:
+    with copying(run_dir, proxy.port, grace) as process:
         assert process.stdout.readline() == "ready\n"
         print(end=DONE.decode(), file=process.stdin, flush=True)
         assert "the job starts" in process.stderr.readline()
@@ -335,9 +327,7 @@ def test_what_no_attempt_can_mend_ends_with_the_ranks(port: int, tmp_path: Path)
     """As a damaged checkpoint: nothing waits for it, as for a store that is away."""
     run_dir = tmp_path / "run"
     (saved(run_dir / "checkpoints", 1) / MANIFEST).write_text("{")
-    given: Any = {"input": DONE.decode(), "text": True, "capture_output": True, "timeout": 30}
-    done = subprocess.run(copying(run_dir), env=os.environ | s3.variables(port), **given)
-    assert "has not step 1" in done.stderr
+    assert "has not step 1" in copying(run_dir, port).communicate(DONE.decode(), 30)[1]
 
 
 def test_other_nodes_copy_what_they_have_written_and_do_not_delete(store: Store, tmp_path: Path) -> None:
@@ -416,11 +406,9 @@ def test_a_node_that_has_nothing_ends_with_the_one_that_copies_the_result(
     end: bytes, port: int, store: Store, tmp_path: Path
 ) -> None:
     """Kubernetes and srun kill the others soon after the first. The control: ranks that did not end well."""
-    env = os.environ | s3.variables(port)
-    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    with subprocess.Popen(copying(tmp_path / "empty", url=store.url), env=env, **pipes) as process:
-        assert process.stdout.readline() == b"ready\n"
-        process.stdin.write(end)
+    with copying(tmp_path / "empty", port, url=store.url) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.stdin.buffer.write(end)
         process.stdin.flush()
         if end == FINISHED:
             with pytest.raises(subprocess.TimeoutExpired):

@@ -35,7 +35,7 @@ OPTIONS = ["--checkpoint-every", 2, "--keep", 3, "--eval-every", 1000, "--pause"
 
 
 def train(run_dir: Path, expect: int = 0) -> Done:
-    return run_forked(TRAIN, *job(run_dir, *OPTIONS), expect=expect)
+    return run_forked(TRAIN, *job(run_dir, *OPTIONS), expect=expect, warm=True)
 
 
 undisturbed = weights_undisturbed(0, job, *OPTIONS)

@@ -68,7 +68,7 @@ def test_out_of_memory_at_the_start_and_in_mid_run_and_on_with_other_micro_batch
 
     def attempt(micro_batch: object) -> Any:
         record.of_another_attempt()
-        return fork(TRAIN, *job(run_dir, micro_batch, *more))
+        return fork(TRAIN, *job(run_dir, micro_batch, *more), warm=True)
 
     line = runs.the_line(checked(finish(attempt(8)), 1).stderr)
     assert line.startswith("out of memory on rank 0 (the memory of host ")

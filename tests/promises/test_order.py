@@ -94,13 +94,13 @@ def test_killed_and_finished_on_other_ranks_each_position_comes_once(tmp_path: P
     ],
 )
 def test_another_order_at_a_later_start_is_refused(run_dir: Path, way: str, broken: str, line: str) -> None:
-    run_forked(TRAIN, *job(run_dir, way, "--max-steps", 6, "--schedule", "constant"))
+    run_forked(TRAIN, *job(run_dir, way, "--max-steps", 6, "--schedule", "constant"), warm=True)
     before = (run_dir / "status.json").read_bytes()
     again = job(run_dir, way, "--max-steps", 9, "--schedule", "constant")
     assert line in runs.refusal([*again, "--broken", broken])
     assert (run_dir / "status.json").read_bytes() == before
     assert read(run_dir, "status.json")["step"] == 6
-    run_forked(TRAIN, *again)  # the control: the same order goes on
+    run_forked(TRAIN, *again, warm=True)  # the control: the same order goes on
     assert read(run_dir)["step"] == 9
 
 

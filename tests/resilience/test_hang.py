@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +24,8 @@ from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.resident import Resident
 from evenkeel.run.tracking import start_logs
 from tests.support import processes
-from tests.support.processes import read, start, wait_until
+from tests.support.processes import fork, read, wait_until
+from tests.support.small_runs import OWN
 from tests.training.test_staging import Training
 
 
@@ -117,7 +117,8 @@ def full_pipe(path: Path) -> int:
 @pytest.mark.parametrize("more", [(), ("locked",)], ids=["on request", "by its own thread"])
 def test_a_disk_that_hangs_under_the_stacks_does_not_stop_the_rank(tmp_path: Path, more: tuple[str, ...]) -> None:
     """faulthandler lets no other thread run while it writes, or while it waits for its own thread, which writes."""
-    process = start([sys.executable, "-c", STUCK, tmp_path / "run", *more])
+    (script := tmp_path / "stuck.py").write_text(STUCK)
+    process = fork(script, tmp_path / "run", *more, env=OWN, warm=True)
     try:
         wait_until(lambda: (tmp_path / "run" / "status.json").exists(), "the start")
         wait_until(lambda: read(tmp_path / "run", "status.json")["state"] == "failed", "the end", limit=30)

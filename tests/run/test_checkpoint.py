@@ -422,13 +422,6 @@ def test_a_flipped_bit_anywhere_in_the_manifest(checkpoints: Checkpoints) -> Non
             assert same(load(manifest.parent), state(1))
 
 
-def test_if_all_are_damaged_there_is_none_and_all_are_still_there(checkpoints: Checkpoints) -> None:
-    for step in (1, 2):
-        flip_a_bit(checkpoints.save(state(step), {}) / STATE)
-    assert checkpoints.load_newest() is None
-    assert len(list(checkpoints.folder.glob("damaged-*"))) == 2
-
-
 class Malicious:
     """Runs a command when it is unpickled."""
 

@@ -25,7 +25,7 @@ PRELOADED = """torch torch._dynamo torch.distributed.run torch.utils.data torch.
 tyro tyro._backends._tyro_backend tyro.constructors._struct_spec_attrs typeguard numpy"""
 """What takes time to import, and nothing of ours: it must find itself in a new process."""
 OURS = "evenkeel.launch.start evenkeel.run.run evenkeel.run.eval_only evenkeel.tasks.command_line"
-"""But where only that is tested which a task does in its steps."""
+"""But where neither a start nor imports are tested."""
 
 
 class Forked:
@@ -38,10 +38,10 @@ class Forked:
         self.returncode: int | None = None
         self._outputs = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]  # noqa: SIM115
         self._told, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = json.dumps({"argv": arguments, "env": dict(env), "cwd": str(cwd)}).encode()
+        order = json.dumps({"argv": arguments, "env": dict(env), "cwd": str(cwd), "warm": warm}).encode()
         with its:
             files = [its.fileno(), *(file.fileno() for file in self._outputs)]
-            socket.send_fds(_parent(OURS if warm else ""), [order], files)
+            socket.send_fds(_parent(), [order], files)
         self.pid = int(self._told.recv(100))
 
     def poll(self) -> int | None:
@@ -76,34 +76,52 @@ class Forked:
 
 
 @functools.cache
-def _parent(more: str) -> socket.socket:
-    """The process that forks, for all tests of this one; it ends with this one. It imports `more`."""
+def _parent() -> socket.socket:
+    """The process that forks, for all tests of this one; it ends with this one."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # threads are not forked
     # here rank 0 holds the store, as nowhere else: c10d warns where it ends before another rank that asks the store
     one["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     with its:
-        command = [sys.executable, __file__, str(its.fileno()), more]
-        subprocess.Popen(command, env=os.environ | one, pass_fds=[its.fileno()], start_new_session=True)
+        command = [sys.executable, __file__, str(its.fileno())]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")} | one
+        subprocess.Popen(command, env=env, pass_fds=[its.fileno()], start_new_session=True)
     return ours
 
 
-def serve(orders: socket.socket, more: str) -> None:
-    """Start a program for each order, until nobody is left to give one."""
-    for name in f"{PRELOADED} {more}".split():
+def serve(orders: socket.socket, names: str) -> None:
+    """Import these modules, and start a program for each order, until nobody is left to give one."""
+    for name in names.split():
         __import__(name)
     gc.freeze()  # or each program would look through all of torch for garbage, and copy the pages of what it looks at
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in the programs"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    warm: socket.socket | None = None
     while True:
         order, files, _, _ = socket.recv_fds(orders, 1 << 20, 3)
         if not order:
             return
-        if os.fork() == 0:
-            orders.close()
+        if json.loads(order)["warm"] and names == PRELOADED:
+            warm = warm or _with_ours(orders, *files)
+            socket.send_fds(warm, [order], files)
+        elif os.fork() == 0:
+            for its in filter(None, (orders, warm)):
+                its.close()
             _stand_by(json.loads(order), *files)
         for file in files:
             os.close(file)
+
+
+def _with_ours(orders: socket.socket, *files: int) -> socket.socket:
+    """To a fork that serves with OURS imported too. It does not need the arguments."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        for file in (orders.detach(), ours.detach(), *files):
+            os.close(file)
+        serve(its, OURS)
+        os._exit(0)
+    its.close()
+    return ours
 
 
 def _stand_by(order: Any, teller: int, out: int, err: int) -> NoReturn:
@@ -151,4 +169,4 @@ def _become(order: Any, out: int, err: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    serve(socket.socket(fileno=int(sys.argv[1])), PRELOADED)

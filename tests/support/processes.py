@@ -63,10 +63,11 @@ def fork(*arguments: object, env: Variables | None = None, cwd: Path = ROOT, war
 
 
 def fork_ranks(ranks: int, *arguments: object) -> list[Process]:
-    """Start the ranks of a job without torchrun, which is not what is tested then. 0 ranks: one process by itself."""
+    """Start the ranks of a job without torchrun, which is not what is tested then, nor the imports. 0 ranks: one
+    process by itself."""
     if ranks == 0:
-        return [fork(*arguments)]
-    return [fork(*arguments, env=variables) for variables in rank_variables(ranks)]
+        return [fork(*arguments, warm=True)]
+    return [fork(*arguments, env=variables, warm=True) for variables in rank_variables(ranks)]
 
 
 def rank_variables(ranks: int) -> list[dict[str, str]]:

@@ -114,7 +114,7 @@ def failed(ranks: int, options: Iterable[object], code: int = 1) -> list[process
 
 def refusal(options: Iterable[object], code: int = 2) -> str:
     """The only line by which train.py ends; with code 1 it is one of a failure."""
-    return the_line(processes.run_forked(processes.TRAIN, *options, expect=code).stderr)
+    return the_line(processes.run_forked(processes.TRAIN, *options, expect=code, warm=True).stderr)
 
 
 def model_of(run_dir: Path) -> dict[str, Any]:
