@@ -19,16 +19,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 BUDGET = {
     "common": 1972,
     "config": 601,
-    "data": 3203,
+    "data": 3204,
     "distributed": 2630,
-    "resilience": 1941,
+    "resilience": 1944,
     "training": 6952,
-    "run": 7578,
+    "run": 7591,
     "tasks": 2307,
     "mirror": 726,
     "launch": 3193,
     "cli": 7530,
-    "time_travel": 1689,
+    "time_travel": 1690,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

@@ -409,6 +409,22 @@ def test_a_damaged_old_one_does_not_stand_in_the_way(
     assert steps(checkpoints) == [2, 3, 4], "the first of equal ones is the best"
 
 
+def test_a_best_one_that_cannot_be_read_for_a_moment_is_not_deleted(checkpoints: Checkpoints) -> None:
+    """The control is above: a damaged one is deleted when it is old."""
+    best = checkpoints.save(state(1), {"accuracy": 0.9})
+    content = (best / MANIFEST).read_bytes()
+    (best / MANIFEST).unlink()
+    (best / MANIFEST).symlink_to("/proc/self/mem")  # reading it is an EIO
+    for step in (2, 3, 4):
+        checkpoints.save(state(step), {"accuracy": 0.5})
+    (best / MANIFEST).unlink()
+    (best / MANIFEST).write_bytes(content)
+    assert steps(checkpoints) == [1, 2, 3, 4]
+    assert checkpoints.best_path() == best
+    checkpoints.save(state(5), {"accuracy": 0.5})
+    assert steps(checkpoints) == [1, 4, 5]
+
+
 def test_a_flipped_bit_anywhere_in_the_manifest(checkpoints: Checkpoints) -> None:
     """It is whole, or reported: never another exception, which would end the training."""
     manifest = checkpoints.save(state(1), {"accuracy": 0.5}) / MANIFEST

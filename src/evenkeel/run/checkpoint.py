@@ -29,7 +29,7 @@ from ..common.deadlines import FOREVER
 from ..common.files import LOCK, folder_locked, lock, make_folder, read_json, sync_folder, unfinished, write_json
 from ..common.naming import TEST, Kind, named
 from .manifest import MANIFEST, Manifest, Provenance, load, manifest_of, read_manifest, step_folders, step_of
-from .state_files import STATE, Damaged, clean, clean_locked, delete, dump, folder_of, replaced, set_aside
+from .state_files import STATE, Damaged, Unreadable, clean, clean_locked, delete, dump, folder_of, replaced, set_aside
 
 LEFT_BEHIND = 600.0
 """Seconds without a write, after which an incomplete checkpoint is one of a killed process."""
@@ -172,8 +172,15 @@ class Checkpoints:
         self._delete_old()
 
     def _delete_old(self) -> None:
-        manifests = dict(self._manifests())
-        kept = {*self._best_of(manifests), *(path for path, manifest in manifests.items() if manifest.kept_for_ever)}
+        manifests, kept = dict[Path, Manifest](), set[Path]()
+        for path in self.all():
+            try:
+                manifests[path] = read_manifest(path, pauses=())
+            except Unreadable:  # perhaps only now, and it may be the best one
+                kept.add(path)
+            except Damaged:
+                pass
+        kept |= {*self._best_of(manifests), *(path for path, manifest in manifests.items() if manifest.kept_for_ever)}
         if every := self.verify_every:  # a run whose state has drifted goes back to this one, see `Verification`
             sure = self.newest_step() // every * every
             kept.update([path for path in self.all() if step_of(path) < sure][-1:])

@@ -44,7 +44,8 @@ DAMAGED, WRONG = "damaged-", "wrong-"
 READ_AGAIN = 0.5, 1.0, 2.0
 """Seconds before each further attempt to read a file: a disk in a network may fail for a moment (EIO, ESTALE)."""
 
-LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+LASTING = (*MISSING, PermissionError)
 """Errors of reading that no further attempt mends."""
 
 OWN = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -53,6 +54,10 @@ OWN = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 class Damaged(Exception):  # noqa: N818
     """A checkpoint that differs from what was written; the message names the file and what is wrong."""
+
+
+class Unreadable(Damaged):
+    """One that the disk did not deliver; perhaps only for a moment."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,8 @@ def patiently(read: Callable[[Path], T], file: Path, pauses: Sequence[float] = R
     """What `read` returns of a checkpoint's file, with a further attempt after each of the pauses if the disk fails.
 
     Raises:
-        Damaged: it is missing, or fails for longer, as a bad sector does: then an older checkpoint is worth more than
-            a run that has ended, and nothing is deleted.
+        Damaged: it is missing; or fails for longer, as a bad sector does (`Unreadable`): then an older checkpoint is
+            worth more than a run that has ended, and nothing is deleted.
     """
     for seconds in (*pauses, None):
         try:
@@ -93,7 +98,7 @@ def patiently(read: Callable[[Path], T], file: Path, pauses: Sequence[float] = R
                 raise
             trouble = f"{file}: cannot be read: {error.strerror or error}"
             if seconds is None or isinstance(error, LASTING):
-                raise Damaged(trouble) from None
+                raise (Damaged if isinstance(error, MISSING) else Unreadable)(trouble) from None
             log.warning("%s; trying again in %s s", trouble, seconds)
             time.sleep(seconds)
     raise AssertionError
