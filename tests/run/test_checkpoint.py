@@ -805,7 +805,8 @@ def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> Non
 def test_a_snapshot_that_cannot_be_cleared_stays(disk: Path) -> None:
     checkpoints = snapshots(disk / "checkpoints", 1, 2)
     remount = ["mount", "-o", "remount,ro", str(disk)]
-    subprocess.run(remount, capture_output=True, timeout=30, check=True)
+    # busy as long as the thread that has touched the lock has not closed it
+    wait_until(lambda: subprocess.run(remount, capture_output=True, check=False).returncode == 0, "a read-only disk")
     with pytest.raises(OSError, match="Read-only file system"):
         (disk / "file").touch()
     checkpoints.clear_snapshots(before=2)
