@@ -122,7 +122,7 @@ def test_under_a_launcher_the_error_of_a_rank_is_all_that_is_said(tmp_path: Path
     ours = [sys.executable, "launch/single_node.py", "-g", "2", "--max-restarts", "0", "--"]
     done = run([*ours, *options], env=OWN, expect=1)
     *_, last = done.stderr.splitlines()
-    assert last.startswith("evenkeel: the job has failed: ValueError: a bug at ")
+    assert last.startswith("evenkeel: the job has failed: ValueError: a bug (the batch is a list of ")
     assert not [it for it in ("Root Cause", "torch/distributed/elastic", "c10d") if it in done.stderr]
 
 
