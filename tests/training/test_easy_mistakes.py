@@ -401,4 +401,4 @@ def test_more_loader_processes_than_cores_are_a_line_and_not_one_for_each_set(tm
 )
 def test_the_closing_line_says_of_which_step_the_weights_are(tmp_path: Path, way: str, which: str) -> None:
     *_, last = train(tmp_path, f"    best = ('loss', '{way}')\n").stdout.splitlines()
-    assert last.endswith(f"/model.pt (last step{which.format(tmp_path / 'run' / 'checkpoints')})")
+    assert last.endswith(f"/model.pt (last step{which.format(tmp_path / 'run')})")
