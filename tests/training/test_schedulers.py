@@ -166,7 +166,7 @@ def test_one_that_is_stepped_by_evaluations_says_so() -> None:
     for step in (3, 3, 4, 6, 9):  # one that was made twice, one between two regular ones
         schedulers.record_evaluation(step, {})
     assert optimizer.param_groups[0]["lr"] == 1 / 8
-    assert [schedulers.owes(step) for step in (0, 9, 11, 12)] == [False, False, False, True]
+    assert [schedulers.owed(step) for step in (0, 9, 11, 12)] == [False, False, False, True]
 
 
 class Late(Verdict):

@@ -59,11 +59,12 @@ class Evaluator:
                 if schedulers := self._state.schedulers:
                     schedulers.check(rehearsed)
 
-    @property
-    def owed(self) -> bool:
-        """Whether a run that resumes at this step must evaluate before it goes on."""
-        state = self._state
-        return state.stopping.owed(state.step) or bool(state.schedulers and state.schedulers.owes(state.step))
+    def owed(self, unevaluated: bool) -> bool:
+        """Whether a run that resumes at this step must evaluate before it goes on: it is over, early stopping or a
+        scheduler lacks the metrics, or the checkpoint does (`unevaluated`), as one of a rescue."""
+        state, step = self._state, self._state.step
+        of_schedulers = state.schedulers is not None and state.schedulers.owed(step)
+        return state.stopping.owed(step) or of_schedulers or (unevaluated and state.evaluation_is_due())
 
     def _check(self, metrics: dict[str, float]) -> None:
         """Warn of the first evaluation if it lacks the metric that decides; find out whether the loss does."""

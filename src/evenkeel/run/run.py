@@ -227,8 +227,8 @@ class Run:
         else:
             batches = loader(train_set, sampler, "train", config.num_workers, world.device)
         self.evaluator.prepare()
-        owed = self.evaluator.owed or (self._unevaluated and state.evaluation_is_due())
-        if any(world.gather(owed)):  # ranks may have copies of a step from before and after its evaluation
+        # ranks may have copies of a step from before and after its evaluation
+        if any(world.gather(self.evaluator.owed(self._unevaluated))):
             self._evaluate_and_save()
         elif state.step and not state.is_over() and (self.attempt.lead or state.sharding):
             self.checkpointer.record_digests()  # rank 0 may have died between the commit and the record

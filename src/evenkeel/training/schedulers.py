@@ -97,13 +97,13 @@ class Schedulers:
             if not each.by_evaluation:
                 self._take(each)
 
-    def owes(self, step: int) -> bool:
+    def owed(self, step: int) -> bool:
         """Whether they must be stepped by an evaluation after this step, and have not been."""
         return self._evaluates and 0 < step != self.evaluated and step % self.every == 0
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step the schedulers after an evaluation. An extra evaluation after the last step does not count."""
-        if not self.owes(step):
+        if not self.owed(step):
             return
         self.check(metrics)
         self.evaluated = step

@@ -206,6 +206,7 @@ class State:
             NonFinite: it was not.
         """
         failed = self._verdict.pop()
+        # not in `commit`: schedulers step only after a step that was taken, of which a GPU has told the host by now
         if self.schedulers and self.schedulers.pending:
             with self._seqlock.hold(FOREVER):
                 self.schedulers.step_if_taken()
