@@ -33,10 +33,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-# thousands of tests and all that they import stay to the end: to look through them at each collection, while they are
-# imported and in each `gc.collect()` of a test, takes a quarter of a second of CPU time
-gc.disable()
-
 # CI may have been started by nohup, and jobs heed that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -71,14 +67,19 @@ LONG = (*TOGETHER, *(f"tests/{name}.py" for name in LONGEST.split()))
 tests mostly wait."""
 
 
-def pytest_collection_finish() -> None:
-    """See above: from now on garbage is collected, of what the tests make."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Thousands of tests and all that they import are no garbage: to look through them, while they are imported and in
+    each `gc.collect()` of a test, takes up to half a second of CPU time."""
+    gc.disable()
+    found = yield
     gc.freeze()
     gc.enable()
+    return found
 
 
 def pytest_sessionfinish() -> None:
-    """Let the interpreter take down what was frozen, or libraries print what they have leaked."""
+    """Or libraries print at the end what they have leaked."""
     gc.unfreeze()
 
 

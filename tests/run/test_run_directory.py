@@ -434,8 +434,10 @@ def test_to_start_over_where_nothing_was_moves_nothing(path: Path) -> None:
     assert old_ones(path) == [], "nothing was there"
 
 
-def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
+def test_to_start_over_moves_the_old_run_aside_and_leaves_alone_what_is_not_the_runs(path: Path) -> None:
     started(path)
+    (path / "thesis.tex").write_text("precious")
+    (path / "slurm").mkdir()
     (path / "model.pt").write_text("precious")
     (path / "streams").mkdir()  # states of the old run's data
     directory = claim(path, OPTIONS | {"seed": 1}, fresh=True)
@@ -443,7 +445,8 @@ def test_to_start_over_moves_the_old_run_aside(path: Path) -> None:
     (old,) = old_ones(path)
     assert (old / "model.pt").read_text() == "precious"
     assert read_json(old / "status.json")["step"] == 7
-    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "status.json"]
+    assert sorted(entry.name for entry in old.iterdir()) == ["config.toml", "model.pt", "status.json", "streams"]
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "slurm", "status.json", "thesis.tex"]
     assert line == f"--fresh: the run that was in {path} is now in {old}"
     assert (directory.status, directory.attempts) == ({}, 0)
     assert "is in use" in refusal_of(claim, path, OPTIONS, fresh=False)
@@ -460,16 +463,6 @@ def test_to_start_over_twice_in_a_second_keeps_both_old_runs(path: Path, monkeyp
         del directory
     assert [old.name for old in old_ones(path)] == ["mine.old-20300101-000000", "mine.old-20300101-000000-2"]
     assert [read_config(old / "config.toml")["seed"] for old in old_ones(path)] == [0, 1]
-
-
-def test_to_start_over_leaves_alone_what_is_not_the_runs(path: Path) -> None:
-    started(path)
-    (path / "thesis.tex").write_text("precious")
-    (path / "slurm").mkdir()
-    claim(path, OPTIONS, fresh=True).start_over([""])
-    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "slurm", "status.json", "thesis.tex"]
-    (old,) = old_ones(path)
-    assert sorted(entry.name for entry in old.iterdir()) == ["config.toml", "status.json"]
 
 
 def test_to_start_over_in_this_folder_names_the_old_one_after_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
