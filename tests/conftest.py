@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from evenkeel.common.processes import STOP_SIGNALS
-from tests.support import needs
 
 TOGETHER = ("tests/cluster/", "tests/docker/")
 """Folders whose tests share something of which a machine has one only: a cluster, images that are being built."""
@@ -104,6 +103,8 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB of its own."""
+    from tests.support import needs
+
     with needs.small_disk(tmp_path / "disk", "8m") as folder:
         yield folder
 
@@ -121,6 +122,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _no_skip(report: Any) -> Any:
+    from tests.support import needs  # torch is not for the process that only hands tests out
+
     if report.skipped and os.environ.get(needs.NO_SKIPS) and not hasattr(report, "wasxfail"):
         _, _, reason = report.longrepr
         if not needs.CI_LACKS.search(reason):
