@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     config, task = parse(arguments)
     if config.eval_only:
         return evaluate(config, task)
-    with Run.open(config, task) as run:  # whatever ends this block, the last finished step is saved
+    with Run.open(config, task) as run:  # the last finished step is saved, unless a commit fails
         if not run.finished:
             train(run)
     return 0

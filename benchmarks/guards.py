@@ -31,7 +31,7 @@ from turns import in_turn
 
 from evenkeel.config import Config
 from evenkeel.data.data_digest import TRAINING
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
@@ -72,7 +72,7 @@ def steps(guarded: bool, arrivals: Arrivals | None, task: Classify, world: World
     train_set = task.train_dataset()
     micro_batch = batch_size // world.world_size
     sampler = ElasticSampler(train_set, batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
-    batches = loader(train_set, sampler, "train", 0, world.device)
+    batches = make_loader(train_set, sampler, "train", 0, world.device)
     gradients = DistributedLoss(task.loss, state, world, sampler.plan, arrivals=arrivals)
     full_steps = len(train_set) // batch_size
     for epoch in itertools.count():
@@ -174,7 +174,7 @@ def main(options: Options) -> None:
                 print(f"{name} / {other} = {median(seconds[name]) / median(seconds[other]):.3f}")
         folder = Path(world.broadcast(logs))
         compare_runs(options, task, world, folder)
-        world.gather(None)  # so that the folder is there until all have ended
+        world.all_gather(None)  # so that the folder is there until all have ended
 
 
 if __name__ == "__main__":

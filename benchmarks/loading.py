@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.sampler import ElasticSampler
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.datasets import IMAGENET_MEAN, IMAGENET_STD
@@ -63,7 +63,7 @@ def photograph(width: int, height: int, seed: int) -> Any:
 def ours(dataset: Any, batch: int) -> DataLoader[Any]:
     """As `train.py` loads, without loader processes."""
     sampler = ElasticSampler(dataset, batch, batch, num_replicas=1, rank=0)
-    return loader(dataset, sampler, "train", 0, torch.device("cpu"))
+    return make_loader(dataset, sampler, "train", 0, torch.device("cpu"))
 
 
 def compare(name: str, theirs: Iterable[Any], sides: dict[str, Iterable[Any]]) -> None:

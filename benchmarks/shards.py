@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.sampler import ElasticSampler
 from evenkeel.data.shard_index import write_index
 from evenkeel.data.shards import Shards
@@ -52,7 +52,7 @@ def ours(folder: Path, workers: int) -> Callable[[], Iterable[Any]]:
     write_index(folder)
     dataset = Shards(folder, transform=as_tensors)
     sampler = ElasticSampler(dataset, BATCH, BATCH, num_replicas=1, rank=0)
-    batches = loader(dataset, sampler, "evaluation", workers, torch.device("cpu"))
+    batches = make_loader(dataset, sampler, "evaluation", workers, torch.device("cpu"))
     return lambda: batches
 
 

@@ -20,7 +20,7 @@ import tyro
 from turns import in_turn
 
 from evenkeel.config import Config
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
 from evenkeel.run.verification import Verification
@@ -57,7 +57,7 @@ def steps(every: int, task: Classify, world: World, options: Options) -> Iterato
     train_set = task.train_dataset()
     micro_batch = options.batch_size // world.world_size // options.micro_batches
     sampler = ElasticSampler(train_set, options.batch_size, micro_batch, num_replicas=world.world_size, rank=world.rank)
-    batches = loader(train_set, sampler, "train", 0, world.device)
+    batches = make_loader(train_set, sampler, "train", 0, world.device)
     made = (VerifiedLoss if every else DistributedLoss)(task.loss, state, world, sampler.plan, Config(reduce="tree"))
     if isinstance(made, VerifiedLoss):
         attempt: Any = SimpleNamespace(config=config, world=world, directory=None, tracker=None)

@@ -227,7 +227,7 @@ a slot counts as whole while it is written
     + pass
 a rank's copy of its rows stays on its own node
     training/replica.py | tests/promises/test_replicate.py
-    - shift = max(world.gather(world.local_world_size))
+    - shift = max(world.all_gather(world.local_world_size))
     + shift = 1
 another rank's rows are received over the newest copy of them
     training/replica.py | tests/promises/test_replicate.py

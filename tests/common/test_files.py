@@ -12,7 +12,16 @@ from threading import Event
 import pytest
 
 from evenkeel.common import files
-from evenkeel.common.files import FROZEN, LOCK, append_line, folder_locked, lock, make_folder, make_unused, read_json
+from evenkeel.common.files import (
+    FROZEN,
+    LOCK,
+    append_line,
+    folder_locked,
+    make_folder,
+    make_unused,
+    read_json,
+    try_lock,
+)
 
 FORK = multiprocessing.get_context("fork")
 
@@ -20,13 +29,13 @@ FORK = multiprocessing.get_context("fork")
 def test_a_lock_is_held_until_its_file_is_closed(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with path.open("ab") as mine, path.open("ab") as other:
-        assert lock(mine)
-        assert not lock(other)
+        assert try_lock(mine)
+        assert not try_lock(other)
         begun = time.monotonic()
-        assert not lock(other, until=begun + 0.1)
+        assert not try_lock(other, until=begun + 0.1)
         assert time.monotonic() - begun >= 0.1
         mine.close()
-        assert lock(other)
+        assert try_lock(other)
 
 
 def hold(folder: Path, locked: Event, seconds: float) -> None:
@@ -71,7 +80,7 @@ def test_the_lock_of_a_folder_is_one_that_reaches_other_hosts(tmp_path: Path, ki
     """NFS sends its server an exclusive lock of a file opened for writing, a shared one of one opened for reading."""
     with folder_locked(tmp_path, kind=kind):
         with (tmp_path / LOCK).open("r+b") as other:
-            assert not lock(other)
+            assert not try_lock(other)
         opened = [it.name for it in Path("/proc/self/fd").iterdir() if os.path.realpath(it) == str(tmp_path / LOCK)]
         (flags,) = {Path(f"/proc/self/fdinfo/{name}").read_text().split()[3] for name in opened}
     assert int(flags, 8) & os.O_ACCMODE == os.O_RDWR

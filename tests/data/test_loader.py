@@ -35,7 +35,7 @@ from torch.utils.data import (
 from evenkeel.common.errors import EndedByData
 from evenkeel.data.batch import to_device
 from evenkeel.data.dataset import InMemory, Limited, length, limited, sample_of
-from evenkeel.data.loader import Seeded, loader
+from evenkeel.data.loader import Seeded, make_loader
 from evenkeel.data.plan import ENDLESS, MicroBatch
 from evenkeel.data.sampler import ElasticSampler, Indices, by_step
 from evenkeel.data.shuffle import shuffled
@@ -315,7 +315,7 @@ def test_a_number_of_micro_batches_that_would_be_larger_than_allowed_is_refused(
 def test_an_idle_rank_does_not_search_an_endless_stream_for_its_first_micro_batch() -> None:
     data: Any = range(ENDLESS)
     sampler = ElasticSampler(data, 8, 4, num_replicas=3, rank=2)
-    found = [*islice(by_step(loader(data, sampler, "train", 1, CPU), sampler), 3)]
+    found = [*islice(by_step(make_loader(data, sampler, "train", 1, CPU), sampler), 3)]
     assert [(step, mine, [*batches]) for step, mine, batches in found] == [(0, [], []), (1, [], []), (2, [], [])]
 
 
@@ -358,13 +358,13 @@ def augmented(
     world_size: int, rank: int, epoch: int, purpose: str = "train", job: Job = AUGMENTED
 ) -> list[dict[str, Any]]:
     sampler = elastic(job, world_size, rank)
-    return epoch_of(loader(Augmenting(job.samples), sampler, purpose, 0, CPU), sampler, epoch)
+    return epoch_of(make_loader(Augmenting(job.samples), sampler, purpose, 0, CPU), sampler, epoch)
 
 
 def test_loader_processes_go_where_the_sampler_is_sent_whatever_they_have_loaded_ahead() -> None:
     sampler, plain = elastic(AUGMENTED), elastic(AUGMENTED)
-    batches = loader(Augmenting(29), sampler, "train", 2, CPU)
-    expected = loader(Augmenting(29), plain, "train", 0, CPU)
+    batches = make_loader(Augmenting(29), sampler, "train", 2, CPU)
+    expected = make_loader(Augmenting(29), plain, "train", 0, CPU)
     # (epoch, its first step, batches until it is broken off): on, on after a stop, back, far ahead, and on again
     for epoch, first_step, taken in ((0, 0, 99), (1, 0, 2), (1, 1, 99), (2, 0, 99), (0, 2, 99), (7, 0, 1), (8, 0, 99)):
         for each in (sampler, plain):
@@ -372,11 +372,11 @@ def test_loader_processes_go_where_the_sampler_is_sent_whatever_they_have_loaded
         found, ours = (list(map(as_lists, islice(each, taken))) for each in (batches, expected))
         assert found == ours
         assert [batch["index"] for batch in ours] == list(plain)[:taken]
-    assert list(loader(Augmenting(29), elastic(AUGMENTED, 9, 8), "train", 1, CPU)) == [], "a rank without work"
+    assert list(make_loader(Augmenting(29), elastic(AUGMENTED, 9, 8), "train", 1, CPU)) == [], "a rank without work"
 
 
 def test_loader_processes_of_earlier_epochs_are_forgotten() -> None:
-    batches = loader(Augmenting(29), elastic(AUGMENTED), "train", 1, CPU, ahead=False)
+    batches = make_loader(Augmenting(29), elastic(AUGMENTED), "train", 1, CPU, ahead=False)
     known = []
     for _epoch in range(3):
         assert len(list(batches)) == 8
@@ -403,7 +403,7 @@ class Counting(Dataset[int]):
 def test_loader_processes_begin_the_next_epoch_before_it_is_asked_for(purpose: str) -> None:
     """The control is a data set for evaluations, each of which is the same epoch."""
     dataset, sampler = Counting(), elastic(Job(samples=8, global_batch=4, micro_batch=2))
-    batches = loader(dataset, sampler, purpose, 1, CPU)
+    batches = make_loader(dataset, sampler, purpose, 1, CPU)
     for _step, _mine, theirs in by_step(batches, sampler):
         list(theirs)
     ahead = 8 + 2 * 2 if purpose == "train" else 8  # two batches of the next epoch, torch's prefetch of a process
@@ -417,7 +417,7 @@ def test_loader_processes_begin_the_next_epoch_before_it_is_asked_for(purpose: s
 def test_when_shares_change_what_was_loaded_ahead_is_not_used(change_at: int) -> None:
     """The loader process has begun the next epoch by the old shares."""
     sampler = elastic(Job(samples=8, global_batch=4, micro_batch=1), 2, 0)
-    batches, found, step = loader(Counting(), sampler, "train", 1, CPU), list[list[Any]](), 0
+    batches, found, step = make_loader(Counting(), sampler, "train", 1, CPU), list[list[Any]](), 0
     while step < 6:
         sampler.set_epoch(*divmod(step, 2))
         sampler.per_rank = (3, 1) if step >= change_at else ()
@@ -442,7 +442,7 @@ def test_augmentation_is_the_same_at_any_world_size_and_after_a_resume(world_siz
     assert sorted(ranks, key=lambda batch: batch["index"]) == sorted(alone, key=lambda batch: batch["index"])
     sampler = elastic(AUGMENTED)
     sampler.set_epoch(1, first_step=1)
-    assert [as_lists(batch) for batch in loader(Augmenting(29), sampler, "train", 0, CPU)] == alone[3:]
+    assert [as_lists(batch) for batch in make_loader(Augmenting(29), sampler, "train", 0, CPU)] == alone[3:]
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_augmentation_is_the_same_at_any_world_size_and_after_a_resume(world_siz
 def test_augmentation_belongs_to_the_sample_and_not_to_its_batch_or_position(dataset: Any) -> None:
     def noise(job: Job, shuffle: bool = True) -> dict[int, tuple[Any, ...]]:
         sampler = elastic(job, shuffle=shuffle)
-        return by_sample(epoch_of(loader(dataset, sampler, "train", 0, CPU), sampler, 1))
+        return by_sample(epoch_of(make_loader(dataset, sampler, "train", 0, CPU), sampler, 1))
 
     found = noise(AUGMENTED)
     assert found == noise(AUGMENTED._replace(global_batch=10, micro_batch=7)) == noise(AUGMENTED, shuffle=False)
@@ -508,7 +508,7 @@ def test_augmentation_of_whole_micro_batches_is_the_same_at_any_world_size_and_d
         found = {}
         for rank in range(world_size):
             sampler = elastic(AUGMENTED, world_size, rank)
-            for samples, noise in loader(AugmentedInMemory(torch.arange(29)), sampler, "train", 0, CPU):
+            for samples, noise in make_loader(AugmentedInMemory(torch.arange(29)), sampler, "train", 0, CPU):
                 found[tuple(samples.tolist())] = tuple(noise.tolist())
         return found
 
@@ -537,10 +537,10 @@ def test_some_samples_of_a_data_set_that_collates_for_itself_are_collated_by_it(
     sampler = elastic(Job(samples=6, global_batch=4, micro_batch=2), shuffle=False)
     ragged = Ragged()
     few = limited(ragged, 6)
-    batches = list(loader(few, sampler, "train", 0, CPU))
+    batches = list(make_loader(few, sampler, "train", 0, CPU))
     assert [values.tolist() for values, _ in batches] == [[0, 10], [20, 30], [40, 50]]
     assert ragged.asked == [(0, 0, [0, 10]), (0, 2, [20, 30]), (0, 4, [40, 50])]
-    again = list(loader(limited(few, 5), elastic(Job(5, 4, 2), shuffle=False), "train", 0, CPU))
+    again = list(make_loader(limited(few, 5), elastic(Job(5, 4, 2), shuffle=False), "train", 0, CPU))
     assert [values.tolist() for values, _ in again] == [[0, 10], [20, 30], [40]]
     assert torch.equal(again[0][1], batches[0][1]), "seeded from where the micro-batch starts"
 
@@ -684,7 +684,7 @@ NESTED = [{"pair": Pair(torch.full((2,), i), float(i)), "nested": (i, (i, "text"
 
 def test_a_loader_collates_what_torch_collates() -> None:
     sampler = elastic(Job(samples=6, global_batch=6, micro_batch=3), shuffle=False)
-    batches = list(loader(NESTED, sampler, "train", 0, CPU))
+    batches = list(make_loader(NESTED, sampler, "train", 0, CPU))
     assert str(batches) == str(list(DataLoader(NESTED, batch_size=3)))
     assert type(batches[0]["pair"]) is Pair
     assert to_device(batches[0], torch.device("meta"))["nested"][1][0].device.type == "meta"

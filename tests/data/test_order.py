@@ -19,7 +19,7 @@ from evenkeel.cli.plan import PlanCommand
 from evenkeel.common.errors import EndedHere, Refusal
 from evenkeel.config import Config
 from evenkeel.data.dataset import chosen_of, limited, split
-from evenkeel.data.loader import Seeded, loader
+from evenkeel.data.loader import Seeded, make_loader
 from evenkeel.data.order import Draws, Ordered, call_seeded, order_of, ordered, positions_in
 from evenkeel.data.plan import MicroBatch, Plan
 from evenkeel.data.sampler import ElasticSampler, Indices, by_step
@@ -396,7 +396,7 @@ def test_a_data_set_is_told_the_epoch_in_the_process_that_reads(workers: int) ->
     dataset = limited(Subset(Subset(whole, range(11)), range(10)), 9)
     sampler = ElasticSampler(dataset, 4, 2, num_replicas=1, rank=0)
     sampler.epochs = 3
-    batches = loader(dataset, sampler, "train", workers, CPU)
+    batches = make_loader(dataset, sampler, "train", workers, CPU)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         seen = [it for step in by_step(batches, sampler) for batch in step.batches for it in batch[1].tolist()]
@@ -420,7 +420,7 @@ def test_loader_processes_do_not_ask_for_an_epoch_after_the_last() -> None:
     dataset = with_order(4, order)
     sampler = ElasticSampler(dataset, 2, 1, num_replicas=1, rank=0)
     sampler.epochs = 2
-    batches = loader(ordered(TensorDataset(torch.arange(4)), 4, None, none, order, 0), sampler, "train", 1, CPU)
+    batches = make_loader(ordered(TensorDataset(torch.arange(4)), 4, None, none, order, 0), sampler, "train", 1, CPU)
     found = []
     for epoch in range(2):
         sampler.set_epoch(epoch)

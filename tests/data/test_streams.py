@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenkeel.common.errors import EndedByData, Refusal
 from evenkeel.config import Config
 from evenkeel.data.data_digest import ONCE, TWICE, difference, digest_samples
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.order import order_name
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler
@@ -67,7 +67,7 @@ def test_ranks_and_loader_processes_read_what_one_process_reads(world_size: int,
         data[40]  # opened here before loader processes are forked
         sampler = ElasticSampler(data, 12, 3, num_replicas=world_size, rank=rank)
         sampler.set_epoch(0, first_step=2)
-        batches = loader(data, sampler, "train", workers, torch.device("cpu"))
+        batches = make_loader(data, sampler, "train", workers, torch.device("cpu"))
         mine = (micro.start for step in sampler.steps() for micro in sampler.micro_batches(step))
         for start, batch in islice(zip(mine, batches, strict=False), 8):
             found[start] = [tuple(map(int, number)) for number in zip(*batch, strict=True)]

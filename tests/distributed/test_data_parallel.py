@@ -11,7 +11,7 @@ from evenkeel.common.errors import Refusal
 from evenkeel.data.dataset import InMemory
 from evenkeel.distributed.data_parallel import Share, chunks, divide, refuse_company, replicas, samples_in
 from evenkeel.training.classification import Classification
-from evenkeel.training.loss import Loss
+from evenkeel.training.loss import ModelWithLoss
 
 
 class Forty(Classification):
@@ -58,7 +58,7 @@ def test_plan_prints_shares_of_the_gpus(capsys: pytest.CaptureFixture[str], monk
 def by_hand(model: nn.Module, task: Classification, batch: Any, devices: int) -> Tensor:
     """What `Parallel` does, with copies of the module on the CPU instead of on GPUs."""
     parts = divide(batch, chunks(samples_in(batch), devices))
-    return torch.cat([Share(Loss(model, task.loss))(part)[0] for part in parts]).sum() / samples_in(batch)
+    return torch.cat([Share(ModelWithLoss(model, task.loss))(part)[0] for part in parts]).sum() / samples_in(batch)
 
 
 @pytest.mark.parametrize("samples", [30, 10, 5, 1])
@@ -66,7 +66,7 @@ def test_uneven_shares_count_by_their_samples(samples: int) -> None:
     task = Forty()
     model = task.model()
     batch = task.train_dataset().__getitems__(list(range(samples)))
-    whole = Loss(model, task.loss)(batch)
+    whole = ModelWithLoss(model, task.loss)(batch)
     expected = torch.autograd.grad(whole, list(model.parameters()))
     divided = by_hand(model, task, batch, 4)
     torch.testing.assert_close(divided, whole)
@@ -74,7 +74,7 @@ def test_uneven_shares_count_by_their_samples(samples: int) -> None:
     torch.testing.assert_close(found, expected)
     # the control: DataParallel's users take the mean of the GPUs' means, which is another thing where shares are uneven
     parts = divide(batch, chunks(samples, 4))
-    naive = torch.stack([Loss(model, task.loss)(part) for part in parts]).mean()
+    naive = torch.stack([ModelWithLoss(model, task.loss)(part) for part in parts]).mean()
     even = len(set(chunks(samples, 4))) == 1
     assert torch.allclose(naive, whole, rtol=1e-4) == even
 

@@ -13,12 +13,12 @@ from tests.support.processes import LIMIT, run, wait_until_gone
 LOADER = """
 import multiprocessing, os, signal, sys, time, torch
 from evenkeel.data.dataset import InMemory
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.sampler import ElasticSampler
 
 def batches_of(workers):
     sampler = ElasticSampler(range(40), 4, 4, num_replicas=1, rank=0)
-    return loader(InMemory(torch.arange(40)), sampler, "train", workers, torch.device("cpu"))
+    return make_loader(InMemory(torch.arange(40)), sampler, "train", workers, torch.device("cpu"))
 """
 
 FAILING = f"""{LOADER}
@@ -72,10 +72,10 @@ def test_a_loader_process_ends_although_its_parent_was_killed_before_it_had_begu
 
 
 LEAVING = f"""{LOADER}
-from evenkeel.common.processes import leave_nothing
+from evenkeel.common.processes import clean_up_before_exit
 stream = iter(batches_of(2))
 next(stream)
-leave_nothing()
+clean_up_before_exit()
 print("left", flush=True)
 os._exit(0)
 """

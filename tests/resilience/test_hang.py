@@ -159,7 +159,7 @@ def test_a_rank_that_has_finished_is_not_blamed_for_the_hang_of_another(tmp_path
                 raise KeyError
         found = Diagnosis(watch)
         assert ("rank 1 does not answer any more" in found.explain()) == (not leaves)
-        assert (len(found.outlook.frozen), found.is_within_reach()) == (not leaves, leaves)
+        assert (len(found.findings.frozen), found.is_within_reach()) == (not leaves, leaves)
 
 
 @pytest.mark.parametrize("stopped", [True, False])

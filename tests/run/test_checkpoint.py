@@ -168,7 +168,7 @@ def snapshots(folder: Path, *numbers: int) -> Checkpoints:
 def test_what_another_process_still_writes_is_left_alone(checkpoints: Checkpoints) -> None:
     left = checkpoints.folder / ".step-00000007.abc.tmp"
     left.mkdir(parents=True)
-    with checkpoints.in_turn(0.0):  # flock counts descriptors, not processes
+    with checkpoints.writer_locked(0.0):  # flock counts descriptors, not processes
         checkpoints.load_newest()
         assert left.exists()
     checkpoints.load_newest()
@@ -177,7 +177,7 @@ def test_what_another_process_still_writes_is_left_alone(checkpoints: Checkpoint
 
 def test_a_writer_that_is_frozen_between_two_renames_keeps_no_start_waiting(checkpoints: Checkpoints) -> None:
     final = checkpoints.save(state(3), {})
-    with checkpoints.in_turn(0.0):
+    with checkpoints.writer_locked(0.0):
         final.rename(checkpoints.folder / f".{final.name}.old")
         found = checkpoints.load_newest()
     assert found["step"] == 3
@@ -188,7 +188,7 @@ def test_what_killed_writers_have_left_goes_with_the_next_checkpoint(checkpoints
     checkpoints.save(state(3), {})
     (checkpoints.folder / "step-00000003").rename(checkpoints.folder / ".step-00000003.old")
     (left := checkpoints.folder / ".step-00000007.abc.tmp").mkdir()
-    with checkpoints.in_turn(0.0):
+    with checkpoints.writer_locked(0.0):
         checkpoints.save_if_new(state(5), time.monotonic())
         assert len(list(checkpoints.folder.glob(".step*"))) == 2, "another process may write still"
     checkpoints.save(state(8), {})
@@ -313,7 +313,7 @@ def test_an_old_run_writes_nothing(tmp_path: Path, run_id: str, moment: str, cap
     """`--fresh` begins another run while it waits, or is frozen in the middle. The control: without the run's id."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, provenance=Provenance(run_id=run_id))
     checkpoints.folder.mkdir()
-    with checkpoints.in_turn(0.0) if moment == "waits" else contextlib.nullcontext():
+    with checkpoints.writer_locked(0.0) if moment == "waits" else contextlib.nullcontext():
         writer = FORK.Process(target=rescue_step_7, args=(checkpoints,))
         writer.start()
         if moment == "waits":
@@ -755,7 +755,7 @@ def test_the_control_writers_that_share_a_name_collide(tmp_path: Path, monkeypat
 
 def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(checkpoints: Checkpoints) -> None:
     """As a loader process is, beside a checkpoint in the background."""
-    with checkpoints.in_turn(0):
+    with checkpoints.writer_locked(0):
         child = FORK.Process(target=time.sleep, args=(600,))
         child.start()
     try:

@@ -137,9 +137,9 @@ def test_an_end_that_cannot_be_written_is_none(path: Path) -> None:
     file.rename(path / "aside")
     file.mkdir()
     with pytest.raises(OSError, match="status"):
-        directory.advance("finished", 9)
+        directory.update_at_step("finished", 9)
     file.rmdir()
-    directory.advance("failed", 9, reason="no space")
+    directory.update_at_step("failed", 9, reason="no space")
     assert (read_json(file)["state"], read_json(file)["reason"]) == ("failed", "no space")
     assert directory.status == read_json(file)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from evenkeel.common.files import lock, write_json
+from evenkeel.common.files import try_lock, write_json
 from evenkeel.run.checkpoint import Checkpoints, facts_of
 from evenkeel.run.manifest import MANIFEST, Provenance, load, read_manifest, step_of, verify
 from evenkeel.run.sharded_checkpoint import await_whole, await_writers, publish_if_whole, write_rows, write_slots
@@ -122,7 +122,7 @@ def test_a_rank_that_waits_for_the_same_rows_leaves_them_when_the_checkpoint_is_
     save(checkpoints, 5, only=range(2))
     (folder,) = checkpoints.folder.glob(".step-*.tmp")
     with (folder / file_of(0, 3)).open() as file:
-        assert lock(file)
+        assert try_lock(file)
         process = FORK.Process(target=save, args=(checkpoints, 5, 3, range(1)))
         process.start()
         opened = Path(f"/proc/{process.pid}/fd")
@@ -319,7 +319,7 @@ def test_a_rank_without_space_frees_what_it_has_and_rank_0_waits_no_longer(check
         await_whole(checkpoints, 5, 20)
     assert time.monotonic() - begun < 10
     with (folder / file_of(2, 3)).open("r+b") as file:  # the control: one that is about to write
-        assert lock(file)
+        assert try_lock(file)
         with pytest.raises(OSError, match="not all ranks have written"):
             await_whole(checkpoints, 5, 3)
         fcntl.flock(file, fcntl.LOCK_UN)

@@ -64,7 +64,7 @@ def outcome(world: World) -> list[dict]:
         state.sharding.reduction.begin_step([range(world.world_size)])
         task.loss(state.model, torch.stack([train_set[number] for number in range(found["number"])])).backward()
         found["learns"] = all(parameter.grad is not None for parameter in state.parameters)
-    return world.gather(found)
+    return world.all_gather(found)
 
 
 if __name__ == "__main__":

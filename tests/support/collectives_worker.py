@@ -24,7 +24,7 @@ from evenkeel.distributed.sync_batchnorm import synchronise
 from evenkeel.distributed.world import World
 from evenkeel.resilience import flight_recorder
 from evenkeel.training.distributed_loss import DistributedLoss
-from evenkeel.training.loss import Loss
+from evenkeel.training.loss import ModelWithLoss
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
 
@@ -107,14 +107,14 @@ def callers(world: World, gradients: DistributedLoss) -> int:
     before = recorded()
     step(gradients)
     threads = {entry["thread_id"] for number, entry in recorded().items() if number not in before}
-    return max(world.gather(len(threads)))
+    return max(world.all_gather(len(threads)))
 
 
 def callers_by_ddp(world: World) -> int:
     """The control: DDP looks for unused parameters, and the tree's thread has its own group, or gloo would hang."""
     gradients = made(world, True, "tree")
     reduction = TreeReduction(gradients.state.model, world, unused_parameters=False)
-    loss = Loss(gradients.state.model, Way(True).loss)
+    loss = ModelWithLoss(gradients.state.model, Way(True).loss)
     ddp = DistributedDataParallel(loss, gradient_as_bucket_view=True, find_unused_parameters=True)
     ddp.register_comm_hook(None, reduction.hook)
     gradients.reduction, gradients.module = reduction, ddp
@@ -171,7 +171,7 @@ def not_waited_for(world: World, waits: bool) -> int:
     step(gradients)  # after which DDP has its buckets
     with watched(found):
         step(gradients)
-    return max(max(rank, default=0) for rank in world.gather(found))
+    return max(max(rank, default=0) for rank in world.all_gather(found))
 
 
 def failure(world: World) -> str:

@@ -20,7 +20,7 @@ from steps import rank_0_writes
 
 from evenkeel.common.naming import BIT_FLIPS
 from evenkeel.config import Config
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.sampler import ElasticSampler, by_step
 from evenkeel.distributed.world import World
 from evenkeel.run.verification import Verification
@@ -45,7 +45,7 @@ class Side:
         train_set = task.train_dataset()
         ranks = {"num_replicas": world.world_size, "rank": world.rank}
         sampler = ElasticSampler(train_set, BATCH, MICRO, **ranks, drop_last=True)  # no idle rank: each fault strikes
-        self._sampler, self._batches = sampler, loader(train_set, sampler, "train", 0, world.device)
+        self._sampler, self._batches = sampler, make_loader(train_set, sampler, "train", 0, world.device)
 
         def loss(network: torch.nn.Module, batch: Any) -> torch.Tensor:
             with autocast("bf16", "cpu"):
@@ -89,7 +89,7 @@ def flipped(side: Side, quiet: Side, world: World, number: int) -> dict[str, Any
         found["named"] += len(named) == 1 and named[0].startswith(f"rank {victim} computed a wrong gradient (")
         if sticky:  # the control: the same rank computes its micro-batch again
             mine = on_host(side.model.mine)
-            missed = world.gather(mine == side.model.compute_again(side.model.kept))
+            missed = world.all_gather(mine == side.model.compute_again(side.model.kept))
             found["sticky"] += 1
             found["missed by itself"] += missed[victim]
         flips._fault = {}

@@ -22,7 +22,7 @@ from evenkeel.distributed.world import World
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.classification import Classification
 from evenkeel.training.distributed_loss import DistributedLoss
-from evenkeel.training.loss import Loss, LossFunction
+from evenkeel.training.loss import LossFunction, ModelWithLoss
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State
 from evenkeel.training.state_dicts import sha256
@@ -88,14 +88,14 @@ def naive(world: World) -> dict[str, list[float]]:
 
 def worlds(world: World) -> dict[str, Any]:
     result: dict[str, Any] = {"ours": ours(world), "naive": naive(world)}
-    everywhere = world.gather((result["ours"]["weights"], result["ours"]["statistics"]))
+    everywhere = world.all_gather((result["ours"]["weights"], result["ours"]["statistics"]))
     return result | {"ranks_agree": all(other == everywhere[0] for other in everywhere)}
 
 
 class Stock(DistributedLoss):
     def __init__(self, loss: LossFunction, state: State, world: World, plan: Plan) -> None:
         super().__init__(loss, state, world, plan, unused_parameters=True)  # no hook of ours would know better
-        self.module = DistributedDataParallel(Loss(state.model, loss))
+        self.module = DistributedDataParallel(ModelWithLoss(state.model, loss))
 
 
 def take(task: Any, gradients: DistributedLoss, step: int) -> None:
@@ -143,7 +143,7 @@ def reduced(world: World, fails_in: int | None) -> list[bool]:
     for step in range(plan.total_steps):
         gradients.module = ddp.module if step == fails_in else ddp
         take(task, gradients, step)
-        everyone = world.gather(flat(p.grad for p in state.parameters if p.grad is not None))
+        everyone = world.all_gather(flat(p.grad for p in state.parameters if p.grad is not None))
         found.append(all(other == everyone[0] for other in everyone))
     return found
 
@@ -164,7 +164,7 @@ def compressed(world: World, dtype: Literal["fp32", "bf16"]) -> dict[str, Any]:
     take(task, gradients, 0)
     dist.all_reduce = stock
     gradient = flat(p.grad for p in state.parameters if p.grad is not None)
-    everyone = world.gather(gradient)
+    everyone = world.all_gather(gradient)
     return {"gradient": gradient, "bytes": sum(sent), "agree": all(other == gradient for other in everyone)}
 
 

@@ -94,7 +94,7 @@ def start(world: World) -> dict[str, Any]:
     model, _ = build_model_of_rank(config, task, world)
     state = build_state(config, task, world, Plan(4, 4, 1, 1), model, {TRAINING: task.train_dataset()})
     shard(state, task, world, config)
-    return {"model": 4 * blocks * LARGE**2, "block": 4 * LARGE**2, "growth": world.gather(peak() - before)}
+    return {"model": 4 * blocks * LARGE**2, "block": 4 * LARGE**2, "growth": world.all_gather(peak() - before)}
 
 
 def address_space(name: str) -> int:

@@ -167,7 +167,7 @@ def sent(world: World, precision: str) -> list[Any]:
             number = own if own < MICRO_BATCHES else 0
             (task.loss(model, batch(number)) / MICRO_BATCHES).backward()
             reduction.accumulate(number)
-    return world.gather({"counted": wire.sent, "formula": formula(world, ranks, precision)})
+    return world.all_gather({"counted": wire.sent, "formula": formula(world, ranks, precision)})
 
 
 if __name__ == "__main__":

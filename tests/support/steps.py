@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from evenkeel.config import Config
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.plan import MicroBatch
 from evenkeel.data.sampler import ElasticSampler, Step, by_step
 from evenkeel.distributed.exits import leave
@@ -30,7 +30,7 @@ def training(
 ) -> Iterator[DistributedLoss]:
     """The gradients of each step, before the step is taken; `cut` has the samples of a step and of a micro-batch."""
     sampler = ElasticSampler(data, *cut, num_replicas=world.world_size, rank=world.rank, seed=1)
-    batches = loader(data, sampler, "train", workers, world.device)
+    batches = make_loader(data, sampler, "train", workers, world.device)
     config, unused = Config(seed=1, **how), task.unused_parameters
     gradients = DistributedLoss(task.loss, state, world, sampler.plan, config, unused_parameters=unused)
     for epoch in range(epochs):

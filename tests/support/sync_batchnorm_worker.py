@@ -83,7 +83,7 @@ def case(name: str, world: World, peers: BusyRanks) -> dict[str, float]:
     if world.rank < peers.count:
         mine = contiguous_part(SAMPLES, world.rank, peers.count)
         got = results(synchronised, x[mine.start : mine.stop], weight[mine.start : mine.stop])
-    everyone = [part for part in world.gather(got) if part]
+    everyone = [part for part in world.all_gather(got) if part]
     whole = {
         key: torch.cat([part[key] for part in everyone])
         if key in ("out", "gradient of x")

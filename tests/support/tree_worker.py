@@ -134,7 +134,7 @@ def train(way: Way, world: World, micro_batches: int) -> list[str]:
 def found(world: World) -> dict[str, list[str]]:
     WAYS["control: noise of the rank"].rank_noise = world.rank
     result = {name: train(way, world, int(sys.argv[2])) for name, way in WAYS.items()}
-    everywhere = world.gather({name: sha for name, sha in result.items() if "noise" not in name})
+    everywhere = world.all_gather({name: sha for name, sha in result.items() if "noise" not in name})
     return result | {"ranks agree": [str(all(other == everywhere[0] for other in everywhere))]}
 
 

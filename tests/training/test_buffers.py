@@ -36,7 +36,7 @@ def layers(count: int) -> dict[str, Tensor]:
 
 def flat_step(live: dict[str, Tensor], buffers: Buffers) -> None:
     changes = torch.cat([change.flatten() for change in buffers.take_changes(0.5)])
-    buffers.commit(buffers.changed_by(changes), GOOD)
+    buffers.commit(buffers.new_values(changes), GOOD)
 
 
 def naive_step(live: dict[str, Tensor], buffers: Buffers) -> None:
@@ -85,7 +85,7 @@ def test_views_of_the_committed_values_stay_and_follow() -> None:
     changes = torch.cat(buffers.take_changes(0.25))
     assert all(torch.equal(live[name], seen[name]) for name in live), "back where the step began"
     before = {name: value.clone() for name, value in seen.items()}
-    buffers.commit(buffers.changed_by(changes), GOOD)
+    buffers.commit(buffers.new_values(changes), GOOD)
     for name, value in live.items():
         assert torch.equal(value, before[name] + 1), name
         assert torch.equal(seen[name], value), name
@@ -106,7 +106,7 @@ def test_flags_and_small_counts_go_up_and_down() -> None:
     live["seen"].logical_not_()
     live["small"].copy_(torch.tensor([3, 255], dtype=torch.uint8))
     changes = torch.cat([change.flatten() for change in buffers.take_changes(1.0)])
-    buffers.commit(buffers.changed_by(changes), GOOD)
+    buffers.commit(buffers.new_values(changes), GOOD)
     assert live["seen"].tolist() == [False, True]
     assert live["small"].tolist() == [3, 255]
 
@@ -119,7 +119,7 @@ def test_what_begins_infinite_becomes_the_mean_of_the_micro_batches() -> None:
         live["least"][0] = least
         live["most"].fill_(2 * least)
         changes.append(torch.cat(buffers.take_changes(weight)))
-    buffers.commit(buffers.changed_by(changes[0] + changes[1]), GOOD)
+    buffers.commit(buffers.new_values(changes[0] + changes[1]), GOOD)
     assert live["least"].tolist() == [4, float("inf")]
     assert live["most"] == 8
 

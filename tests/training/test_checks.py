@@ -28,11 +28,11 @@ from evenkeel.training.checks import (
     checked_loss,
     checked_losses,
     checked_optimizers,
-    explain,
+    raise_explained,
 )
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.freezing import freeze
-from evenkeel.training.loss import Loss
+from evenkeel.training.loss import ModelWithLoss
 from evenkeel.training.optimization import Rates, rate_names
 from evenkeel.training.side_effects import warn_of_sums
 from evenkeel.training.state import State
@@ -73,8 +73,8 @@ def test_what_ddp_says_of_parameters_without_a_gradient(group: None) -> None:
     with pytest.raises(
         Ended, match=r"^2 of the model's 4 parameters got no gradient.*: spare\.weight, spare\.bias; use"
     ):
-        explain(stock.value, model)
-    explain(RuntimeError("something else"), model)
+        raise_explained(stock.value, model)
+    raise_explained(RuntimeError("something else"), model)
 
 
 def test_a_loss_that_is_a_vector_would_have_been_its_sum() -> None:
@@ -454,8 +454,8 @@ def test_a_loss_that_calls_backward_is_named_and_gradients_from_before_are_not()
         return found
 
     network, batch = nn.Linear(2, 1), torch.ones(1, 2)
-    assert line_of(Ended, Loss(network, loss), batch).startswith("loss() calls backward(): leave that out")
-    Loss(network, lambda model, batch: model(batch).sum())(batch)  # as if model() had trained it
+    assert line_of(Ended, ModelWithLoss(network, loss), batch).startswith("loss() calls backward(): leave that out")
+    ModelWithLoss(network, lambda model, batch: model(batch).sum())(batch)  # as if model() had trained it
 
 
 def test_a_loss_calls_collectives_only_if_it_may() -> None:
@@ -463,9 +463,11 @@ def test_a_loss_calls_collectives_only_if_it_may() -> None:
         return model(batch).sum() / dist.get_world_size()
 
     network, batch = nn.Linear(2, 1), torch.ones(1, 2)
-    assert line_of(Ended, Loss(network, loss), batch).startswith("loss() calls get_world_size of torch.distributed at ")
+    assert line_of(Ended, ModelWithLoss(network, loss), batch).startswith(
+        "loss() calls get_world_size of torch.distributed at "
+    )
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
-        Loss(network, loss, collectives=True)(batch)
+        ModelWithLoss(network, loss, collectives=True)(batch)
 
 
 @pytest.mark.parametrize(

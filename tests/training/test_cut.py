@@ -17,7 +17,7 @@ from evenkeel.distributed.world import World
 from evenkeel.launch.topology import Topology, torchrun
 from evenkeel.run.records import recorded_options
 from evenkeel.tasks.classify import Classify
-from evenkeel.training.checks import explain
+from evenkeel.training.checks import raise_explained
 from evenkeel.training.cut import (
     decide_cut,
     fact_of_the_job,
@@ -165,7 +165,7 @@ def test_only_what_would_fail_is_refused() -> None:
     assert refusal(8, 4, 101, TINY, frozen) == ""
     # of a task that does not know, it is said when it happens
     with pytest.raises(EndedHere, match=r"too few samples for BatchNorm in training .*--micro-batch, one that leaves"):
-        explain(caught.value, frozen)
+        raise_explained(caught.value, frozen)
 
 
 SMALL = nn.ModuleDict({"made": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), "told": nn.Linear(4, 1)})

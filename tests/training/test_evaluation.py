@@ -286,7 +286,7 @@ def test_numbers_of_all_kinds_are_plain_ones_afterwards() -> None:
 
 def test_ranks_whose_metrics_do_not_fit_together_are_told(model: nn.Module, test_set: InMemory) -> None:
     class TwoRanks(World):
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather(self, value: Any) -> list[Any]:
             return [value, {"loss": torch.zeros(1, 3), "accuracy": torch.zeros(1)}]
 
     world = TwoRanks(rank=0, local_rank=0, world_size=2, local_world_size=2, device=ALONE.device, launched=False)

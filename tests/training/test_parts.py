@@ -16,7 +16,7 @@ from evenkeel.distributed.data_parallel import Share, chunks, divide
 from evenkeel.training.checks import checked_losses
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.evaluation import Evaluation
-from evenkeel.training.loss import Loss
+from evenkeel.training.loss import ModelWithLoss
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
@@ -125,9 +125,9 @@ def test_among_the_gpus_of_one_process_parts_count_by_samples() -> None:
     """With copies on the CPU, as in test_data_parallel."""
     task = Tops()
     model, batch = task.model(), task.train_dataset().__getitems__(list(range(10)))
-    shares = [Share(Loss(model, task.loss))(part) for part in divide(batch, chunks(10, 4))]
+    shares = [Share(ModelWithLoss(model, task.loss))(part) for part in divide(batch, chunks(10, 4))]
     loss, parts = (torch.cat(each).sum(0) / 10 for each in zip(*shares, strict=True))
-    whole, expected = Loss(model, task.loss)(batch)
+    whole, expected = ModelWithLoss(model, task.loss)(batch)
     torch.testing.assert_close(loss, whole)
     torch.testing.assert_close(parts, expected)
 

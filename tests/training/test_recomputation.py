@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from evenkeel.common.errors import Ended, Refusal
 from evenkeel.tasks.transformer import Decoder
 from evenkeel.training import flops as flops_module
-from evenkeel.training.checks import explain
+from evenkeel.training.checks import raise_explained
 from evenkeel.training.classification import Classification
 from evenkeel.training.recomputation import recompute, repeated_blocks, without_recomputation
 from evenkeel.training.task import constants
@@ -279,4 +279,4 @@ def test_a_block_that_cannot_be_repeated_ends_the_run_in_a_line(block: nn.Module
     recompute(model, [block])
     with pytest.raises(RuntimeError) as caught:
         model(X).mean().backward()
-    assert line_of(Ended, explain, caught.value, model).startswith(f"--checkpoint-activations: {why}")
+    assert line_of(Ended, raise_explained, caught.value, model).startswith(f"--checkpoint-activations: {why}")

@@ -15,7 +15,7 @@ from torch.utils.data import Subset, random_split
 from evenkeel.common.errors import EndedHere, Refusal
 from evenkeel.config import Config
 from evenkeel.data.dataset import InMemory
-from evenkeel.data.loader import loader
+from evenkeel.data.loader import make_loader
 from evenkeel.data.order import balanced, order_of
 from evenkeel.data.plan import Plan
 from evenkeel.data.sampler import ElasticSampler, by_step
@@ -230,7 +230,7 @@ def test_loader_processes_of_each_epoch_see_its_data(tmp_path: Path) -> None:
     found = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        batches = loader(Reader([epoch] * 8), sampler, "train", 1, ALONE.device, ahead=False)
+        batches = make_loader(Reader([epoch] * 8), sampler, "train", 1, ALONE.device, ahead=False)
         found += [batch.tolist() for step in by_step(batches, sampler) for batch in step.batches]
     assert found == [[0, 0]] * 4 + [[1, 1]] * 4
     pids = [int(path.name) for path in tmp_path.iterdir()]

@@ -286,7 +286,7 @@ def test_a_signal_after_the_end_says_nothing(
     training.step()
     if finished:
         assert training.run.attempt.lead
-        training.run.attempt.lead.directory.advance("finished", 1)
+        training.run.attempt.lead.directory.update_at_step("finished", 1)
     training.run.ending.stopped(lambda: "SIGTERM")
     assert ("the same command continues there" in capsys.readouterr().out) == (not finished)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from evenkeel.common.errors import EndedHere
 from evenkeel.data.plan import Plan
 from evenkeel.data.randomness import derive, seed_computation
-from evenkeel.training.checks import explain
+from evenkeel.training.checks import raise_explained
 from evenkeel.training.distributed_loss import DistributedLoss
 from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.state import State
@@ -68,4 +68,4 @@ def test_turns_and_penalty_have_the_weights_of_a_plain_loop() -> None:
 def test_compiled_networks_have_no_double_backward_and_a_line_says_so() -> None:
     error = RuntimeError("torch.compile with aot_autograd does not currently support double backward")
     with pytest.raises(EndedHere, match="--compile: the loss takes the gradient of a gradient"):
-        explain(error, nn.Linear(1, 1))
+        raise_explained(error, nn.Linear(1, 1))

@@ -23,7 +23,7 @@ from evenkeel.training.optimization import clip_grad_norm
 from evenkeel.training.precision import Scaler
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
-from evenkeel.training.whole_batch import WholeBatch, _packed, _unpacked, of_whole_batches, refuse_unfit
+from evenkeel.training.whole_batch import WholeBatch, _packed, _unpacked, has_batch_loss, refuse_unfit
 from evenkeel.training.whole_batch_evaluation import evaluation_of
 from tests.support.raised import refusal_of
 from tests.support.steps import passes
@@ -337,8 +337,8 @@ WHOLE, MEAN = task("Whole", "embed", "batch_loss"), task("Mean", "loss")
 
 
 def test_a_task_has_a_loss_or_embeddings_and_their_loss() -> None:
-    assert of_whole_batches(WHOLE)
-    assert not of_whole_batches(MEAN)
+    assert has_batch_loss(WHOLE)
+    assert not has_batch_loss(MEAN)
     both = "define either loss(), or embed() and batch_loss()"
     for odd, expected in (
         (task("Data"), "Data must define loss(), or embed() and batch_loss()"),
@@ -347,7 +347,7 @@ def test_a_task_has_a_loss_or_embeddings_and_their_loss() -> None:
         (task("Both", "loss", "embed", "batch_loss"), f"Both defines loss() and embed(): {both}"),
         (task("OfALabel", "embed", base=Classification), f"OfALabel defines loss() and embed(): {both}"),
     ):
-        assert refusal_of(of_whole_batches, odd).startswith(expected)
+        assert refusal_of(has_batch_loss, odd).startswith(expected)
 
 
 def test_what_such_a_task_cannot_have_is_refused() -> None:

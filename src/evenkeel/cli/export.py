@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..common.errors import Ended, Refusal
-from ..common.files import unfinished
+from ..common.files import temporary_name
 from ..common.naming import kind_of, listed
 from ..config import Config
 from ..data.loader import Seeded
@@ -197,7 +197,7 @@ def _quietly() -> Iterator[None]:
 @contextmanager
 def _complete(path: Path) -> Iterator[Path]:
     """A path beside another, to write a file or folder there; renamed at the end of the block."""
-    temporary = unfinished(path)
+    temporary = temporary_name(path)
     try:
         yield temporary
         if os.path.lexists(path):

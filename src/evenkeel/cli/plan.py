@@ -34,7 +34,7 @@ class PlanCommand:
         from ..data.streams import stream_of
         from ..tasks.command_line import parse  # imports torch, which the help does without
         from ..training.task_data import training_set
-        from ..training.whole_batch import of_whole_batches
+        from ..training.whole_batch import has_batch_loss
 
         config, task = parse(train_options)
         dp, train_set = config.strategy == "dp", training_set(task, config)
@@ -60,7 +60,7 @@ class PlanCommand:
             f"micro-batch {'at most ' * bool(batches)}{plan.micro_batch}{f' ({why})' * bool(why)}: {length}; "
             f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
         )
-        if of_whole_batches(task):
+        if has_batch_loss(task):
             say("each micro-batch is embedded twice: batch_loss() is over all samples of a step, and then its gradient")
         self._say_divided(config, task)
         for name, step in steps.items():
@@ -83,7 +83,7 @@ class PlanCommand:
         unequal = first_counts(config, plan, self.world_size)
         if config.shard == "off":
             return [micro.size for micro in plan.micro_batches(step, worker, self.world_size, unequal)]
-        dealt = plan.micro_batches(step, worker, self.world_size, unequal, "dealt")
+        dealt = plan.micro_batches(step, worker, self.world_size, unequal, "round_robin")
         # a rank that has fewer repeats the first one, which is rank 0's
         return [micro.size for micro in dealt if micro.id or not worker]
 

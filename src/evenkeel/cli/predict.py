@@ -118,7 +118,7 @@ class PredictCommand:
 
         model = build_model(config, task)
         with world.connected():
-            for rank, names in enumerate(world.gather(getattr(dataset, "digest", ""))):
+            for rank, names in enumerate(world.all_gather(getattr(dataset, "digest", ""))):
                 if names != getattr(dataset, "digest", ""):
                     raise Ended(
                         f"--input {self.input}: the files on rank {rank} differ from those on rank {world.rank}"

@@ -34,7 +34,7 @@ SILENT, AGAIN = 15.0, 60.0
 """Seconds before a process says that it waits for that lock, and between two such lines."""
 
 
-def unfinished(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
     """A new name beside a file or folder, to write it there; not by a process's number, which containers share."""
     return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
 
@@ -45,7 +45,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], private: 
     `write` is called with the open, empty file; `private`: see :func:`close_to_others`. The steps and their order are
     those of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014).
     """
-    temporary = unfinished(path)
+    temporary = temporary_name(path)
     try:
         with temporary.open("wb") as file:
             if private:
@@ -163,7 +163,7 @@ def make_unused(path: Path) -> Path:
             return free
 
 
-def lock(file: IO[Any] | int, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> bool:
+def try_lock(file: IO[Any] | int, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock an open file or folder against other processes; return whether that succeeded.
 
     Tries until a time of `time.monotonic`; 0: once. `LOCK_SH`: others may do the same. The kernel releases the lock
@@ -191,16 +191,16 @@ def unlock(file: IO[Any] | int) -> None:
 
 @contextlib.contextmanager
 def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> Iterator[bool]:
-    """Lock a folder, by the file `LOCK` in it, to the end of the block, as :func:`lock`; yields whether it is locked.
+    """Lock a folder to the end of the block, by the file `LOCK` in it, as :func:`try_lock`; yields whether it is.
 
     The holder touches that file. While it does, others wait beyond ``until``, and say so: two who write to a slow disk
     at once take twice as long.
     """
     descriptor, released, say_at = _open_lock(folder), threading.Event(), time.monotonic() + SILENT
     try:
-        before, seen, locked = _touched(folder, descriptor), -math.inf, lock(descriptor, kind=kind)
+        before, seen, locked = _touched(folder, descriptor), -math.inf, try_lock(descriptor, kind=kind)
         while not locked and (time.monotonic() < until or time.monotonic() - seen < FROZEN):
-            locked = lock(descriptor, time.monotonic() + 0.1, kind)
+            locked = try_lock(descriptor, time.monotonic() + 0.1, kind)
             if (now := _touched(folder, descriptor)) != before:
                 before, seen = now, time.monotonic()
             if not locked and time.monotonic() > say_at:

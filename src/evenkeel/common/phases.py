@@ -117,7 +117,7 @@ class Activity:
         busy = time.monotonic() < struct.unpack("d", self._busy_until[:])[0]
         return busy or self.seconds_in_phase() < (COMPILE_TIMEOUT if self.phase == COMPILATION else self.patience)
 
-    def work_on(self, seconds: float) -> None:
+    def declare_busy(self, seconds: float) -> None:
         """Say that this process, or the one whose loader process it is, does not hang in the next so many seconds."""
         self._busy_until[:] = struct.pack("d", time.monotonic() + seconds)
 

@@ -129,7 +129,7 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER in <linux/prctl.h>
 
 
-def leave_nothing(seconds: float = 1.0) -> None:
+def clean_up_before_exit(seconds: float = 1.0) -> None:
     """Kill the `multiprocessing` children of this process, wait for them, and delete its temporary folders.
 
     For a process that ends by `os._exit`, which skips the exit handlers of `multiprocessing`. Also saves an orphan's
@@ -165,7 +165,7 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def heeded_stops() -> list[signal.Signals]:
+def handled_stop_signals() -> list[signal.Signals]:
     """The stop signals that a rank heeds: all, but under `nohup` not SIGHUP, after which torchrun ends it anyway."""
     nohup = survives_the_terminal(keeper_link.launcher() if under_torchrun() else os.getpid())
     return [number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)]
@@ -264,7 +264,7 @@ def kill_at_exit(workers: Collection[BaseProcess]) -> None:
 
 
 def _kill_workers() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `leave_nothing`
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `clean_up_before_exit`
     for worker in _workers:
         worker.kill()
 

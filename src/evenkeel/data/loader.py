@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from ..common.errors import EndedByData, Uncollated, no_exit, place_of, seen_at
+from ..common.naming import TRAIN
 from ..common.processes import kill_at_exit, outlive_signals, shorten_temp_dir
 from .batch import collate, collated_by
 from .dataset import Collated, Rows, SizedDataset, inner_index, reader_of, sample_of, tell_epoch, whole_fetch
@@ -93,7 +94,7 @@ class Seeded(Dataset[Any]):
         return sample
 
 
-def loader(
+def make_loader(
     dataset: SizedDataset,
     sampler: ElasticSampler,
     purpose: str,
@@ -109,10 +110,10 @@ def loader(
         purpose: "train", or the name of a set of the evaluation; each has its own random numbers.
         num_workers: loader processes, used for all epochs. In training they begin the next epoch ahead of time.
         device: the batches' destination; batches for a GPU are in pinned memory.
-        ahead: False: each epoch has loader processes of its own, forked at its beginning.
+        ahead: False: fork new loader processes at the beginning of each epoch.
     """
-    batches = _AllEpochs(sampler) if purpose == "train" and num_workers and ahead else sampler
-    return _make_loader(Seeded(dataset, sampler.seed, purpose), batches, num_workers, device, persistent=ahead)
+    batches = _AllEpochs(sampler) if purpose == TRAIN and num_workers and ahead else sampler
+    return _new_loader(Seeded(dataset, sampler.seed, purpose), batches, num_workers, device, persistent=ahead)
 
 
 def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: torch.device) -> Loader | None:
@@ -123,12 +124,12 @@ def start_workers(dataset: SizedDataset, seed: int, num_workers: int, device: to
     """
     if not num_workers:
         return None
-    made = _make_loader(Seeded(dataset, seed, "train"), _AllEpochs(None), num_workers, device)
+    made = _new_loader(Seeded(dataset, seed, TRAIN), _AllEpochs(None), num_workers, device)
     made.new_iterator()
     return made
 
 
-def _make_loader(
+def _new_loader(
     dataset: Seeded, sampler: Iterable[Indices], num_workers: int, device: torch.device, persistent: bool = True
 ) -> Loader:
     pin, keep = device.type == "cuda", persistent and num_workers > 0

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 ENDLESS = 2**60
 """The number of samples of a stream, which has no epochs: more than any run reads."""
 
-Assignment: TypeAlias = Literal["share", "even", "dealt"]
-"""Which micro-batches of a step a rank computes. "share": its share, see `shares`. "even": as many as each other rank,
-because each pass is a collective (--shard); a rank that has fewer repeats the step's first one. "dealt": as "even", but
-dealt round-robin."""
+Assignment: TypeAlias = Literal["share", "padded", "round_robin"]
+"""Which micro-batches of a step a rank computes. "share": see `shares`. "padded": the same, but a rank with one fewer
+also repeats the step's first one, because each pass is a collective (--shard). "round_robin": padded, too."""
 
 
 class MicroBatch(NamedTuple):
@@ -151,7 +150,8 @@ class Plan:
     ) -> list[MicroBatch]:
         """This rank's micro-batches of a global step, in order; an idle rank has none. `per_rank`: see `shares`."""
         (first, end), count = self._span(step), self._count(step)
-        samples, largest, ids = end - first, self.micro_batch, assigned(count, rank, world_size, per_rank, how)
+        samples, largest = end - first, self.micro_batch
+        ids = assigned(count, rank, world_size, per_rank, how)
         if self.batches:
             bounds = self.batches.bounds(*self.locate(step))
             return [MicroBatch(step, i, bounds[i], bounds[i + 1] - bounds[i]) for i in ids]
@@ -177,9 +177,8 @@ class Plan:
         return start, min(start + self.global_batch, self.samples)
 
     def _count(self, step: int) -> int:
-        """M of a step. Of a full one: the fixed M, or as many as its size needs. An epoch's short last step, cut by
-        count, has as many too, in smaller micro-batches, so that no rank is idle; but none of a single sample, because
-        BatchNorm needs two."""
+        """M of a step. Cut by size: as many as its samples need. Cut by count: the fixed M, also of an epoch's short
+        last step, so that no rank idles; but there none has a single sample, because BatchNorm needs two."""
         if self.batches:
             return len(self.batches.bounds(*self.locate(step))) - 1
         samples = self.step_samples(step)
@@ -213,6 +212,6 @@ def assigned(count: int, rank: int, world_size: int, per_rank: tuple[int, ...], 
     """The ids of a rank's micro-batches, of ``count``."""
     if how == "share":
         return shares(count, world_size, per_rank)[rank]
-    mine = range(rank, count, world_size) if how == "dealt" else contiguous_part(count, rank, world_size)
+    mine = range(rank, count, world_size) if how == "round_robin" else contiguous_part(count, rank, world_size)
     most = -(-count // world_size)
     return mine if len(mine) == most else [*mine, 0]  # a rank with one less repeats the first, see `Reduction.repeats`

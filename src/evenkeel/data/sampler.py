@@ -115,8 +115,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        # look at the first step only, because a stream has too many: a rank that has none there has none in any, and
-        # with --shares each has at least one
+        # is this rank idle? Its first step tells: no later one has more micro-batches. A stream has too many to look at
         if not steps or not self.micro_batches(steps.start):
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))

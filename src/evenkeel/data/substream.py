@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..common.errors import Ended, EndedByData, place_of
-from ..common.files import read_json, unfinished
+from ..common.files import read_json, temporary_name
 from ..common.memory import is_out_of_memory
 from ..common.phases import activity
 from .data_digest import digest
@@ -118,7 +118,7 @@ class Reader:
             if time.monotonic() - told > TOLD:
                 told = time.monotonic()
                 log.warning("substream %d: at %s of %s samples", self.k, f"{self.at:,}", f"{place:,}")
-                activity.work_on(3 * TOLD)  # this is no hang
+                activity.declare_busy(3 * TOLD)  # this is no hang
 
     def _enter(self, turn: int) -> None:
         """Open the source for a turn; `begin` must be the place where the turn begins."""
@@ -246,7 +246,7 @@ class _States:
         kept = [*kept, {"number": newest, **entry}]
         kept = [it for it in kept if it["number"] > newest - 2 * (it["number"] & -it["number"])]
         assert self.path
-        temporary = unfinished(self.path)
+        temporary = temporary_name(self.path)
         with suppress(OSError):  # a full disk is reported elsewhere, by files that must be written
             self.path.parent.mkdir(exist_ok=True)
             temporary.write_text(json.dumps({"of": self.of.name, "sha256": self._sum(kept), "kept": kept}))

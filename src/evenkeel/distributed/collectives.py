@@ -51,7 +51,7 @@ def no_collectives(what: str) -> Iterator[None]:
         frame, trace = sys._getframe(), error.__traceback__
         while trace:
             frame, trace = trace.tb_frame, trace.tb_next
-        raise (of_divided_weight(frame) if MIXED in str(error) else _refusal(what, frame)) from error
+        raise (divided_weight_error(frame) if MIXED in str(error) else _refusal(what, frame)) from error
     finally:
         _refused.pop()
 
@@ -70,7 +70,7 @@ def before_the_group(method: str) -> Iterator[None]:
         ) from error
 
 
-def of_divided_weight(frame: FrameType | None = None) -> EndedHere:
+def divided_weight_error(frame: FrameType | None = None) -> EndedHere:
     """The error for an operation on a weight of which each rank has some rows, from a frame within it, if known."""
     user = _called(frame)[1] if frame else None
     place = f" at {user.f_code.co_filename}:{user.f_lineno}" if user and _package(user) != "evenkeel" else ""
@@ -86,7 +86,7 @@ def _refusal(what: str, frame: FrameType) -> EndedHere:
     called, user = _called(frame)
     name = called.f_code.co_name
     if name.startswith("_") and called.f_globals["__name__"].startswith("torch.distributed.tensor"):
-        return of_divided_weight(frame)
+        return divided_weight_error(frame)
     call = f"{what} calls {name} of torch.distributed at {user.f_code.co_filename}:{user.f_lineno}"
     if name.startswith(QUESTIONS):
         return EndedHere(

@@ -1,6 +1,6 @@
 """`--strategy dp`: `nn.DataParallel`, one process that divides each micro-batch among all visible GPUs.
 
-    model = parallel(Loss(model, task), strategy, device)  # the module itself, or divided among several GPUs
+    model = parallel(ModelWithLoss(model, task), strategy, device)  # the module itself, or divided among several GPUs
     loss = model(batch if isinstance(model, Parallel) else transfer(batch))
 
 The loss is computed on each GPU, so only numbers come back to the first one. Shares are weighted by their samples: the

@@ -32,8 +32,8 @@ from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedForGoo
 from ..common.processes import (
     FAILURE,
     can_lose_a_node,
+    clean_up_before_exit,
     end_agent,
-    leave_nothing,
     orphaned_within,
     torchrun_agent,
     under_torchrun,
@@ -147,6 +147,6 @@ def leave(code: int) -> NoReturn:
     """
     if not keeper_link.has_sent("lost"):  # after a lost rank the next fork needs the files that they delete
         atexit._run_exitfuncs()
-    leave_nothing()
+    clean_up_before_exit()
     flush()
     os._exit(code)

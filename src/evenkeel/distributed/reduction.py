@@ -37,7 +37,7 @@ class Reduction:
         """Whether DDP reduces the gradients, by :meth:`hook`; otherwise :meth:`end` does."""
         self.all_buckets_ready = False
         """Whether DDP has passed all buckets of the step to the hook."""
-        self.arrived: Callable[[], None] = lambda: None
+        self.on_last_bucket: Callable[[], None] = lambda: None
         """Called when DDP passes the last bucket: this rank has nothing more to compute."""
         self.before_reduction: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
         """Called with parameters and this rank's gradients of them, as views, before DDP reduces them."""
@@ -75,7 +75,7 @@ class Reduction:
             self.before_reduction(bucket.parameters(), _views(bucket.buffer(), bucket.parameters()))
         if bucket.is_last():
             self.all_buckets_ready = True
-            self.arrived()
+            self.on_last_bucket()
 
 
 class AllReduce(Reduction):
@@ -125,8 +125,8 @@ class TreeReduction(Reduction):
     """Sums in the order of the tree: the same bits on any number of ranks.
 
     With `unused_parameters`, micro-batches may leave parameters without a gradient. Missing gradients count as +0.0; a
-    parameter that no micro-batch of a step uses has none afterwards. `collectives`: the loss calls its own, which
-    another thread would call at the same time.
+    parameter that no micro-batch of a step uses has none afterwards. `collectives`: the loss calls some, so
+    the tree's thread must call none meanwhile.
 
     Memory: the last micro-batch's gradients are in DDP's bucket. `_add` adds into its right operand, and the last
     subtree ends with the last micro-batch; so the last sum is in the bucket already, and only earlier ones are copied.
@@ -245,7 +245,7 @@ class TreeReduction(Reduction):
         return fold
 
     def _flat(self, key: Any, flat: Tensor, parameters: Sequence[Tensor], sums: Sequence[list[Tensor]]) -> list[Tensor]:
-        """Lay out each of the sums in a flat tensor; the last one in `flat`."""
+        """The sums as flat tensors: the last one is `flat`, others are scratch memory."""
         if not sums:
             return []
         found = [*(self._memory.get((key, depth), flat.numel(), flat) for depth in range(len(sums) - 1)), flat]

@@ -49,7 +49,7 @@ class BusyRanks:
         """Select the ranks of a step in which this many have a micro-batch."""
         self.count, self.group = count, self._groups.get(count)
 
-    def gather(self, mine: Tensor) -> Tensor:
+    def all_gather(self, mine: Tensor) -> Tensor:
         """Return the tensors of all peers, stacked in the order of ranks."""
         if self._catch_up:
             self._catch_up()
@@ -95,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
         "Algorithms for computing the sample variance", 1983)."""
         own_variance, own_mean = (value.double() for value in torch.var_mean(_wide(x), _but_channels(x), correction=0))
         number = x.numel() // x.shape[1]
-        gathered = self.peers.gather(torch.cat([own_mean, own_variance * number, own_mean.new_full((1,), number)]))
+        gathered = self.peers.all_gather(torch.cat([own_mean, own_variance * number, own_mean.new_full((1,), number)]))
         means, squares, counts = torch.split(gathered, [len(own_mean), len(own_mean), 1], dim=1)
         total = counts.sum()
         mean = (means * counts).sum(0) / total
@@ -132,7 +132,7 @@ class _Normalise(torch.autograd.Function):
         normalised, scale, total = ctx.saved_tensors
         rest = _but_channels(gradient)
         own = torch.stack([gradient.sum(rest), (gradient * normalised).sum(rest)])
-        both = ctx.peers.gather(own.double()).sum(0) / total
+        both = ctx.peers.all_gather(own.double()).sum(0) / total
         mean, along = (value.to(gradient).view_as(scale) for value in both)
         return scale * (gradient - mean - normalised * along), None, None, None, None
 

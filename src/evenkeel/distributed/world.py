@@ -152,7 +152,7 @@ class World:
             dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
         return box[0]  # type: ignore[no-any-return]
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return every rank's value on all ranks, in the order of ranks; by pickle, for small things."""
         if not self.launched:
             return [value]

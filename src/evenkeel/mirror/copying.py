@@ -25,7 +25,7 @@ from typing import Any
 
 from ..common.display import say
 from ..common.errors import REFUSED, Refusal
-from ..common.files import LOCK, folder_locked, lock, read_json, unfinished
+from ..common.files import LOCK, folder_locked, read_json, temporary_name, try_lock
 from ..common.processes import AGENT_SIGNALS
 from ..config import changed_options
 from ..resilience import heartbeat
@@ -202,13 +202,13 @@ class Copier:
     def _held(self, path: Path) -> Iterator[Path]:
         """A checkpoint's files by hard links in a hidden folder, which --keep does not delete under a slow upload; the
         checkpoint itself where links are not possible. After a kill the next save or start deletes the folder."""
-        self._links, source = unfinished(path), path
+        self._links, source = temporary_name(path), path
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, self._links, ignore_errors=True)
             with contextlib.suppress(OSError):
                 (held := self._links / path.name).mkdir(parents=True)
                 file = stack.enter_context((held / LOCK).open("wb"))
-                lock(file, time.monotonic() + 1)  # so that cleaning spares it
+                try_lock(file, time.monotonic() + 1)  # so that cleaning spares it
                 for name in (*read_manifest(path).files, MANIFEST):
                     (held / name).hardlink_to(path / name)
                 source = held

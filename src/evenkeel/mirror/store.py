@@ -23,7 +23,7 @@ from fsspec.core import url_to_fs
 
 from ..common.display import say
 from ..common.errors import Refusal
-from ..common.files import unfinished, write_atomically
+from ..common.files import temporary_name, write_atomically
 from ..run.manifest import MANIFEST, Manifest, read_manifest, step_of, verify
 from ..run.state_files import Damaged, WrittenFile, folder_of
 
@@ -101,7 +101,7 @@ class Store:
     def fetch(self, step: int, folder: Path, check: bool = True) -> None:
         """Copy a checkpoint into a folder, under a hidden name until it is whole. With `check` raises Damaged."""
         name = folder_of(step)
-        path = unfinished(folder / name) / name
+        path = temporary_name(folder / name) / name
         path.mkdir(parents=True)
         try:
             (path / MANIFEST).write_bytes(self.read(f"checkpoints/{name}/{MANIFEST}") or b"")

@@ -36,7 +36,7 @@ def beat_now(world: World, count: int = 0) -> Beat:
     return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), node_name(), device)
 
 
-class Outlook(NamedTuple):
+class Findings(NamedTuple):
     """What a rank finds out about all ranks after a hang."""
 
     where: str  # which rank is where, in a line

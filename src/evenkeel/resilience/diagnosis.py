@@ -21,7 +21,7 @@ from ..common.deadlines import left
 from ..common.display import near, say
 from ..common.processes import stat
 from . import flight_recorder
-from .beats import Beat, Outlook, beat_now, blamed, describe
+from .beats import Beat, Findings, beat_now, blamed, describe
 from .hang import ALARM, LEFT, STORE_TIMEOUT, Watch
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Diagnosis:
         watch: the one that has raised the alarm.
 
     Attributes:
-        outlook: on all ranks; until they have answered, only what this rank knows.
+        findings: on all ranks; until they have answered, only what this rank knows.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -51,36 +51,36 @@ class Diagnosis:
         # the store is on rank 0's node, so suspect rank 0 if it does not answer
         silent = "rank 0 does not answer any more, or the network is down" if me else "the job's store does not answer"
         where = f"{silent}; {describe({me: beat_now(self._world)}, [])}"
-        self.outlook = Outlook(where, me, watch.first_beats[:1] if me else [], [])
+        self.findings = Findings(where, me, watch.first_beats[:1] if me else [], [])
         self._all_asked = False  # the other ranks have been asked
         self._collectives: dict[str, dict[str, Any]] = {}
-        self._known = time.monotonic() + STORE_TIMEOUT + 3 * watch.interval  # when, if the store answers soon
+        self._expected_by = time.monotonic() + STORE_TIMEOUT + 3 * watch.interval  # when, if the store answers soon
         self._stacks_thread = threading.Thread(target=self._write_stacks, name="stacks", daemon=True)
-        self._comparing = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
-        for thread in (self._stacks_thread, self._comparing):
+        self._diagnose_thread = threading.Thread(target=self._diagnose, name="diagnose", daemon=True)
+        for thread in (self._stacks_thread, self._diagnose_thread):
             with contextlib.suppress(RuntimeError):  # the system may have no more threads, and the save comes first
                 thread.start()
 
     def explain(self) -> str:
         """Return which rank is where, once the thread knows; the lowest live rank prints it."""
-        self._await_outlook(self._known)
-        if not any(map(_is_stopped, self.outlook.frozen)):
-            self._await_outlook(self._known + STORE_TIMEOUT)  # it is asked twice, and may be slow
-        text = f"no progress for {self._watch.timeout:g} s: {self.outlook.where}; stacks are in {near(self._logs)}"
-        if self._world.rank == self.outlook.lowest:
+        self._await_findings(self._expected_by)
+        if not any(map(_is_stopped, self.findings.frozen)):
+            self._await_findings(self._expected_by + STORE_TIMEOUT)  # it is asked twice, and may be slow
+        text = f"no progress for {self._watch.timeout:g} s: {self.findings.where}; stacks are in {near(self._logs)}"
+        if self._world.rank == self.findings.lowest:
             say(f"evenkeel: {text}", to_stderr=True)
         return text
 
     @property
     def is_lowest(self) -> bool:
         """Whether this is the lowest live rank; False if the others could not be asked."""
-        return self._all_asked and self._world.rank == self.outlook.lowest
+        return self._all_asked and self._world.rank == self.findings.lowest
 
     def is_within_reach(self) -> bool:
         """Whether each frozen rank is on a node with a live rank, which can kill it; else its node may be gone."""
-        sure = self._all_asked  # read before the outlook, which the thread sets first
+        sure = self._all_asked  # read before the findings, which the thread sets first
         alive = {beat.host for beat in self._watch.first_beats if not self._is_frozen(beat)}
-        return sure and {beat.host for beat in self.outlook.frozen} <= alive
+        return sure and {beat.host for beat in self.findings.frozen} <= alive
 
     def kill_frozen(self) -> None:
         """Kill the frozen ranks of this node, for which torchrun would wait 30 s before it restarts the others.
@@ -88,8 +88,8 @@ class Diagnosis:
         While only the store's silence speaks against rank 0, kill it only if it is stopped. It may be saving: the store
         can be slow, or in another process. If rank 0's own process serves the store, it is silent only if stopped.
         """
-        sure = self._all_asked  # read before the outlook, which the thread sets first
-        for beat in self.outlook.frozen:
+        sure = self._all_asked  # read before the findings, which the thread sets first
+        for beat in self.findings.frozen:
             process = stat(beat.pid) if beat.host == socket.gethostname() else None
             above = stat(process.parent) if process else None
             parents = (process and process.parent, above and above.parent)  # torchrun, or the keeper below it
@@ -125,11 +125,11 @@ class Diagnosis:
         comparing.join(COMPARE_TIMEOUT)
 
     def _is_frozen(self, beat: Beat) -> bool:
-        return (beat.host, beat.pid) in {(each.host, each.pid) for each in self.outlook.frozen}
+        return (beat.host, beat.pid) in {(each.host, each.pid) for each in self.findings.frozen}
 
-    def _await_outlook(self, until: float) -> None:
-        if self._comparing.is_alive():
-            self._comparing.join(left(until))
+    def _await_findings(self, until: float) -> None:
+        if self._diagnose_thread.is_alive():
+            self._diagnose_thread.join(left(until))
 
     def _write_stacks(self) -> None:
         """Through memory: no other thread runs while faulthandler writes, and a disk may take for ever."""
@@ -144,13 +144,13 @@ class Diagnosis:
         with contextlib.suppress(Exception):
             self._collectives = flight_recorder.taken("gloo")  # once a frozen rank is killed, none is pending any more
         with contextlib.suppress(RuntimeError):  # the store does not answer
-            self.outlook = self._compare_beats()
+            self.findings = self._compare_beats()
             self._all_asked = True
 
-    def _compare_beats(self) -> Outlook:
+    def _compare_beats(self) -> Findings:
         """Read all ranks' last beats twice to see which stand still; clocks of machines are not compared."""
         if not self._watch.store:
-            return Outlook(describe({0: beat_now(self._world)}, []), 0, [], [])
+            return Findings(describe({0: beat_now(self._world)}, []), 0, [], [])
         store = self._watch.store.clone()
         store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
         store.set(ALARM, "")
@@ -163,7 +163,7 @@ class Diagnosis:
         beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second) if rank not in departed}
         frozen = [rank for rank in still if rank not in departed]
         lowest = min(beats.keys() - frozen, default=0)
-        return Outlook(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
+        return Findings(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
 
 
 def _is_stopped(beat: Beat) -> bool:

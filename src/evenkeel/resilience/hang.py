@@ -86,7 +86,7 @@ class Watch:
         self.late_dump, self.first_beats = LateDump(), list[Beat]()
 
     def __enter__(self) -> Watch:
-        self.first_beats = self.world.gather(beat_now(self.world))
+        self.first_beats = self.world.all_gather(beat_now(self.world))
         heartbeat.start(self.world.rank, self._stopped, self.timeout)
         if self.store:
             threading.Thread(target=self._beat, args=(self.store.clone(),), name="beat", daemon=True).start()

@@ -23,7 +23,7 @@ from functools import partial
 from typing import NoReturn
 
 from ..common import display, keeper_link
-from ..common.processes import STOP_SIGNALS, die_with_parent, heeded_stops, leave_nothing, under_torchrun
+from ..common.processes import STOP_SIGNALS, clean_up_before_exit, die_with_parent, handled_stop_signals, under_torchrun
 from ..distributed.causes import claim_lost_keeper
 
 STOPPED = 75
@@ -84,7 +84,7 @@ class Interruption:
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._leave_to_fork)
-        for number in heeded_stops():
+        for number in handled_stop_signals():
             self._receive(number)
         if keeper_link.has_keeper():
             self._receive(keeper_link.REGROUP)
@@ -112,7 +112,7 @@ class Interruption:
         """Register what a thread calls before the process ends with :data:`STOPPED`."""
         self._on_stop = act
 
-    def begin_end(self, reason: str, act: Callable[[], None], code: int) -> None:
+    def begin_shutdown(self, reason: str, act: Callable[[], None], code: int) -> None:
         """End this process as a signal would, unless it is ending already.
 
         A thread, or this one if none can be started, calls `act`, which has `grace` seconds, and exits with `code`.
@@ -136,7 +136,7 @@ class Interruption:
             except RuntimeError:
                 self._end(act, code)
 
-    def claim_or_wait(self) -> None:
+    def claim_end_or_block(self) -> None:
         """Make an error in the main thread the reason of the end; a signal then only gives it `grace` seconds.
 
         If the process is ending already, wait for that, and do not return.
@@ -165,7 +165,7 @@ class Interruption:
                     self._lost_keeper = claim_lost_keeper(os.environ.get("RANK", "0"))  # the next attempt reads it
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
-            self.begin_end(reason, partial(self._on_stop, lambda: self.reason), STOPPED)
+            self.begin_shutdown(reason, partial(self._on_stop, lambda: self.reason), STOPPED)
             if number != keeper_link.REGROUP:
                 keeper_link.send("stop")  # after the end has its limit: a keeper may not read
 
@@ -196,7 +196,7 @@ def _exit_now(code: int, last_line: str = "", output_timeout: float | None = Non
         with contextlib.suppress(Exception):  # the same Ctrl-C may have ended the reader
             print(f"evenkeel: {last_line}\n" if last_line else "", end="", file=sys.stderr)
         display.flush()
-        leave_nothing()
+        clean_up_before_exit()
 
     try:
         tidying = threading.Thread(target=tidy_up, name="last", daemon=True)

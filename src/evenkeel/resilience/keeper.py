@@ -46,9 +46,9 @@ from ..common.errors import FAILED, REFUSED
 from ..common.phases import activity
 from ..common.processes import (
     STOP_SIGNALS,
+    clean_up_before_exit,
     die_with_parent,
-    heeded_stops,
-    leave_nothing,
+    handled_stop_signals,
     name_process,
     signal_name,
     under_torchrun,
@@ -95,10 +95,10 @@ class Keeper:
         self._memory = KeeperMemory(save)
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._peers = Peers(self._rank, self._world_size)
-        self._stops: set[int] = {*heeded_stops()}
+        self._stops: set[int] = {*handled_stop_signals()}
         self._limit, self._grace = Config.keeper_restarts, Config.grace
         # forks; consecutive ones without progress; the furthest first step of any trainer
-        self._forks, self._without_progress, self._furthest_start = json.loads(keeper_link.counts or "[0, 0, 0]")
+        self._forks, self._without_progress, self._furthest_first_step = json.loads(keeper_link.counts or "[0, 0, 0]")
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
         self._exit_time = 0.0  # of a second Ctrl-C, after which nothing is waited for; 0: none has come
         self._store_lost = False  # whether the process is gone that rank 0's keeper had for the job's store
@@ -116,7 +116,7 @@ class Keeper:
         if "WORLD_SIZE" in os.environ and self._rank == 0 and not agent_hosts_store():
             serve_store(self._rank, self._world_size)
         while True:
-            code = os.waitstatus_to_exitcode(self._attend(self._fork(mask)))
+            code = os.waitstatus_to_exitcode(self._supervise(self._fork(mask)))
             self._memory.adopt(self._messages)  # first: a child writes meanwhile
             if code == UNFORKABLE and not self._messages:
                 if self._stop_time:
@@ -133,8 +133,10 @@ class Keeper:
                 written = self._await_written()
                 if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
-                self._memory.pass_on()
-                os.environ[keeper_link.COUNTS] = json.dumps([self._forks, self._without_progress, self._furthest_start])
+                self._memory.keep_over_exec()
+                os.environ[keeper_link.COUNTS] = json.dumps(
+                    [self._forks, self._without_progress, self._furthest_first_step]
+                )
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
         end_store()
@@ -172,7 +174,7 @@ class Keeper:
         self._train()
         raise AssertionError("the main program has returned")
 
-    def _attend(self, pid: int) -> int:
+    def _supervise(self, pid: int) -> int:
         """Wait for the trainer's end; meanwhile pass on stop signals, and ask it to leave if another rank has died."""
         heeded = self._stops | {signal.SIGCHLD}
         while True:
@@ -222,9 +224,9 @@ class Keeper:
                 return
             *lines, self._partial_line = (self._partial_line + some).split(b"\n")
             for line in lines:
-                self._heed(*line.decode(errors="surrogateescape").partition(" ")[::2])
+                self._handle_message(*line.decode(errors="surrogateescape").partition(" ")[::2])
 
-    def _heed(self, message: str, value: str) -> None:
+    def _handle_message(self, message: str, value: str) -> None:
         self._messages[message] = value
         if message == "generation":
             self._peers.join(value)
@@ -234,9 +236,9 @@ class Keeper:
             self._grace = float(value)
         elif message == "progress":
             self._memory.discard()
-            if int(value) > self._furthest_start:
+            if int(value) > self._furthest_first_step:
                 # repeating steps is no progress: without a new checkpoint a run may die at one step for ever
-                self._furthest_start, self._without_progress = int(value), 0
+                self._furthest_first_step, self._without_progress = int(value), 0
 
     def _stopped_within(self, seconds: float) -> bool:
         """Wait; return whether a stop signal has come."""
@@ -347,7 +349,7 @@ class Keeper:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
             os.kill(os.getpid(), -code)
             time.sleep(1)  # a signal that is ignored
-        leave_nothing()
+        clean_up_before_exit()
         os._exit(code if code >= 0 else 128 - code)
 
 

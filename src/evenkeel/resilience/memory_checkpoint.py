@@ -12,7 +12,7 @@ a rescue have a file each: the disk may hang under the first while the second is
     store      trainer: write a state, then send its facts
     adopt      keeper, after the trainer's end: keep the files whose facts it has; a child writes them to the disk
     discard    keeper: the next trainer has finished a step; trainer: the checkpoint is on the disk
-    pass_on    keeper, before `exec`: leave the state to the program that replaces it
+    keep_over_exec    keeper, before `exec`: leave the state to the program that replaces it
 
 A sharded run stores each step of each rank instead, in two slots that all ranks of a keeper share (`training.slots`).
 """
@@ -223,7 +223,7 @@ class KeeperMemory:
                 os.close(descriptor)
         self._trainer_files = {}
 
-    def pass_on(self) -> None:
+    def keep_over_exec(self) -> None:
         """Leave the state to the program that replaces this one (`exec`): the disk may have refused it."""
         if self._checkpoint:
             os.set_inheritable(self._checkpoint.descriptor, True)

@@ -32,7 +32,7 @@ CONFIRM_TIMEOUT = 5.0
 FINISH_TIMEOUT = 300.0
 """Seconds that a finished rank waits for the others; torchrun's agents wait for each other as long."""
 
-DONE, GONE = "done", "gone"
+DONE, SAW_ALL_DONE = "done", "gone"
 """Keys of a generation: how many ranks have finished, and how many keepers know that all have."""
 
 
@@ -163,10 +163,10 @@ class Peers:
                     return True
                 if store.check([NO_KEEPER]) or wait_for_stop(self.interval):
                     return True
-            gone, deadline = store.add(GONE, 1), time.monotonic() + 1
+            gone, deadline = store.add(SAW_ALL_DONE, 1), time.monotonic() + 1
             while keeper_link.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
                 time.sleep(self.interval / 4)  # or the others would lose this store
-                gone = store.add(GONE, 0)
+                gone = store.add(SAW_ALL_DONE, 0)
         except RuntimeError:
             self._disconnect()
         return True

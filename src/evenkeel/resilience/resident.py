@@ -16,6 +16,6 @@ class Resident(Interruption):
     def _receive_signals(self) -> None:
         """Leave them to the program."""
 
-    def begin_end(self, reason: str, act: Callable[[], None], code: int) -> None:
+    def begin_shutdown(self, reason: str, act: Callable[[], None], code: int) -> None:
         """Warn, and do not end."""
         log.warning("%s; Ctrl-C (twice, or a restart of the kernel) ends it", reason)

@@ -204,7 +204,7 @@ class Attempt:
 
     def _refuse_other_options(self) -> None:
         """Refuse options that differ between ranks: each node has checked only its own command line and copy."""
-        everywhere = self.world.gather((self.options, {name: getattr(self.config, name) for name in sorted(ALIKE)}))
+        everywhere = self.world.all_gather((self.options, {name: getattr(self.config, name) for name in sorted(ALIKE)}))
         options, alike = everywhere[0]
         for rank, (typed, here_alike) in enumerate(everywhere):
             other = [(name, value, here_alike[name]) for name, value in alike.items() if here_alike[name] != value]
@@ -218,10 +218,10 @@ class Attempt:
         """With --strict-bits and a run that goes on: by the newest manifest of any node."""
         if not self.config.strict_bits or self._finished(nodes.newest):
             return
-        manifests = self.world.gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
+        manifests = self.world.all_gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
         present = [manifest for manifest in manifests if manifest and not nodes.starts_over]
         newest = max(present, key=lambda manifest: manifest.step, default=None)
-        compare_bits(self.world.gather(self.provenance.fingerprint), newest, strict=True)
+        compare_bits(self.world.all_gather(self.provenance.fingerprint), newest, strict=True)
 
     def _record_start(self, nodes: NodeRecords) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
@@ -234,7 +234,7 @@ class Attempt:
 
     def _write_start(self, directory: RunDirectory, nodes: NodeRecords) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
-        if nodes.may_start_over and (line := directory.start_over(nodes.tokens)):
+        if nodes.replaces_old_run and (line := directory.start_over(nodes.tokens)):
             self.say(f"evenkeel: {line}")
         # another node may have gone on without this one
         status = directory.status = nodes.newest or directory.status
@@ -265,7 +265,7 @@ class Attempt:
         log.info("process %d of this rank has %s", os.getpid(), mine.line)
         if reason := keeper_link.why_absent():
             log.info("no keeper, so torchrun restarts this rank if it dies: %s", reason)
-        everywhere = self.world.gather((mine, ready))
+        everywhere = self.world.all_gather((mine, ready))
         self.hosts = [device.host for device, _ in everywhere]
         for _, ended in everywhere:
             if ended:

@@ -237,7 +237,7 @@ def shard(state: State, task: Task, world: World, config: Config) -> None:
 
 def warn_of_full_weights(state: State, world: World, why_not_meta: str) -> None:
     """Log on rank 0 what :func:`build_model_of_rank` says of memory on any rank. All must call it."""
-    everywhere = world.gather(why_not_meta) if state.sharding else []
+    everywhere = world.all_gather(why_not_meta) if state.sharding else []
     reasons = [f"{why} (rank {rank})" for rank, why in enumerate(everywhere) if why]
     if reasons and world.rank == 0:
         size = sum(parameter.nbytes for parameter in state.parameters) / 1e6

@@ -26,7 +26,16 @@ from types import MappingProxyType
 from typing import Any
 
 from ..common.deadlines import FOREVER
-from ..common.files import LOCK, folder_locked, lock, make_folder, read_json, sync_folder, unfinished, write_json
+from ..common.files import (
+    LOCK,
+    folder_locked,
+    make_folder,
+    read_json,
+    sync_folder,
+    temporary_name,
+    try_lock,
+    write_json,
+)
 from ..common.naming import TEST, Kind, named
 from .manifest import MANIFEST, Manifest, Provenance, load, manifest_of, read_manifest, step_folders, step_of
 from .state_files import STATE, Damaged, Unreadable, clean, clean_locked, delete, dump, folder_of, replaced, set_aside
@@ -73,7 +82,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or gone; older checkpoints are untouched.
         """
-        with self.in_turn(time.monotonic() + WRITER_TIMEOUT) as alone:
+        with self.writer_locked(time.monotonic() + WRITER_TIMEOUT) as alone:
             if alone:  # clean here too: a start from memory does not, and killed writers would fill the disk
                 clean_locked(self.folder, LEFT_BEHIND)
             return self._write(state, metrics, "checkpoint")
@@ -89,7 +98,7 @@ class Checkpoints:
 
         Waits for another writer until a moment of the monotonic clock. Raises OSError as :meth:`save`.
         """
-        with self.in_turn(until):
+        with self.writer_locked(until):
             if kind == "snapshot":
                 exists = self.newest_step() >= state["step"]
             else:  # it also replaces a snapshot of its step, which has no evaluation
@@ -116,7 +125,7 @@ class Checkpoints:
                 delete(path)
 
     @contextlib.contextmanager
-    def in_turn(self, until: float) -> Iterator[bool]:
+    def writer_locked(self, until: float) -> Iterator[bool]:
         """Lock out other writers: waits for another one until a moment, and longer while its process runs. Yields
         whether there is no other now.
 
@@ -131,11 +140,11 @@ class Checkpoints:
     def _write(self, state: Mapping[str, Any], metrics: Mapping[str, float], kind: Kind) -> Path:
         step = state["step"]
         final = self.folder / folder_of(step)
-        temporary = unfinished(final)
+        temporary = temporary_name(final)
         temporary.mkdir()
         try:
             with (temporary / STATE).open("wb") as file:
-                lock(file, time.monotonic() + 1)  # so that cleaning spares it, even if nobody holds the folder's lock
+                try_lock(file, time.monotonic() + 1)  # so that cleaning spares it, even without the folder's lock
                 files = {STATE: dump(dict(state), file)}
                 os.fsync(file.fileno())
                 write_json(temporary / MANIFEST, asdict(replace(self.manifest(step, metrics, kind), files=files)))
@@ -145,7 +154,7 @@ class Checkpoints:
         return final
 
     def publish(self, temporary: Path, final: Path, kind: Kind) -> None:
-        """Give a folder with all files of a checkpoint its name, and delete old ones. Raises OSError as `in_turn`.
+        """Give a folder with all files of a checkpoint its name, and delete old ones. May raise an OSError.
 
         1. A folder of this step becomes *.old, unless this is a snapshot and that one is whole.
         2. The new one gets the name. If another writer was faster, its one stays; at another error *.old gets the name
@@ -153,7 +162,7 @@ class Checkpoints:
         3. The folder is synced; only then *.old and checkpoints beyond --keep are deleted.
         """
         check_not_stale(self)  # again: this process may have been frozen while it wrote
-        old = unfinished(final).with_suffix(".old")  # this process's own: another one may be here at the same moment
+        old = temporary_name(final).with_suffix(".old")  # this process's own: another may be here too
         replaces = kind == "checkpoint" or not (final / MANIFEST).exists()
         if replaces and temporary.exists():  # another rank of a sharded run may have published it
             with contextlib.suppress(FileNotFoundError):  # it exists only if an earlier attempt saved this step
@@ -182,8 +191,8 @@ class Checkpoints:
                 pass
         kept |= {*self._best_of(manifests), *(path for path, manifest in manifests.items() if manifest.kept_for_ever)}
         if every := self.verify_every:  # a run whose state has drifted goes back to this one, see `Verification`
-            sure = self.newest_step() // every * every
-            kept.update([path for path in self.all() if step_of(path) < sure][-1:])
+            last_verified = self.newest_step() // every * every
+            kept.update([path for path in self.all() if step_of(path) < last_verified][-1:])
         for path in self.all()[: -self.keep]:
             if path not in kept:
                 delete(path)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from ..common.errors import Refusal
-from ..common.files import lock, write_atomically
+from ..common.files import try_lock, write_atomically
 from .fingerprint import short_digest
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class CompiledCode:
         lock_file = self.folder / "locks" / f"{path.name.partition('.')[0]}.lock"
         lock_file.parent.mkdir(exist_ok=True)
         with lock_file.open("ab") as file:
-            yield lock(file, until=0)
+            yield try_lock(file, until=0)
 
 
 def _private_folder() -> Path:

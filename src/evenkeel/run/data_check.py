@@ -72,13 +72,13 @@ class DataCheck:
             Refusal: on all ranks, if samples or their order differ.
         """
         mine = RankData(self.samples, self.order, self._changed_order(before), self.digests, self._config.other_data)
-        everywhere = self._world.gather(mine)
+        everywhere = self._world.all_gather(mine)
         for rank, there in enumerate(everywhere):
             self._refuse_other(before, everywhere[0], rank, there)
         known = before.get("digests", {})
         if difference(known, [there.digests for there in everywhere]):
             self._read(OFTEN)  # samples that are random at each read are sometimes the same twice
-            self._accepted_difference = difference(known, self._world.gather(self.digests))
+            self._accepted_difference = difference(known, self._world.all_gather(self.digests))
             if self._accepted_difference and not any(there.accepts_difference for there in everywhere):
                 raise Refusal(f"--run-dir {near(self._path)}: {self._accepted_difference}")
         self.digests = {**known, **self.digests}
@@ -122,7 +122,7 @@ class DataCheck:
         """
         if not self._listed:
             return ""
-        digests = self._world.gather(self._listed.digest(epoch))
+        digests = self._world.all_gather(self._listed.digest(epoch))
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
         if other:
             raise Ended(
@@ -165,10 +165,10 @@ class DataCheck:
         with activity.during(CHECKPOINT):
             for times in (TWICE, OFTEN):  # samples that are random at each read are sometimes the same twice
                 found = data_digest.digest_samples(self._config, {TRAINING: dataset}, times)[0]
-                everywhere = self._world.gather(data_digest.of_tensors(dataset) or found.get(TRAINING))
+                everywhere = self._world.all_gather(data_digest.of_tensors(dataset) or found.get(TRAINING))
                 if not (problem := _refresh_difference(epoch, before, everywhere)):
                     break
-        if problem and not any(self._world.gather(self._config.other_data)):
+        if problem and not any(self._world.all_gather(self._config.other_data)):
             raise Ended(problem)
         if problem and self._changes:
             log.warning("--other-data: %s", problem.partition(";")[0])
@@ -182,7 +182,7 @@ class DataCheck:
         if not self._changes:
             return
         with activity.during(CHECKPOINT):
-            everywhere = self._world.gather((self._changes(), self._config.other_data))
+            everywhere = self._world.all_gather((self._changes(), self._config.other_data))
         if not (changed := next(filter(None, (line for line, _ in everywhere)), "")):
             return
         if not any(accepted for _, accepted in everywhere):

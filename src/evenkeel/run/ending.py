@@ -107,7 +107,7 @@ class Ending:
         """Write the files of a finished run, with the reason if it stopped early. Returns its ledger."""
         state, path = self._state, self._attempt.path
         self._saver.save_last(state, metrics)
-        directory.advance("running", state.step)
+        directory.update_at_step("running", state.step)
         activity.enter(CHECKPOINT, "model.pt", self._checkpointer.patience())
         with contextlib.suppress(OSError):
             clean(self._saver.checkpoints.folder)  # no start will delete what a killed writer has left there
@@ -117,7 +117,7 @@ class Ending:
         summary |= early | ({"reason": early_reason} if early_reason else {})
         write_json(path / "summary.json", summary)
         # a run that stopped early has no more steps, whatever the plan says
-        directory.advance("finished", state.step, total_steps=state.step, reason=early_reason, **early)
+        directory.update_at_step("finished", state.step, total_steps=state.step, reason=early_reason, **early)
         return dict(summary["ledger"])
 
     def stopped(self, why: Callable[[], str]) -> None:
@@ -180,7 +180,7 @@ class Ending:
         diagnosis.kill_frozen()  # before log and record, whose file system may hang; torchrun waits for these ranks
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()  # before the record, which has the seconds of each phase
-        blamed, status = diagnosis.outlook.blamed, self._attempt.path / "status.json"
+        blamed, status = diagnosis.findings.blamed, self._attempt.path / "status.json"
         if diagnosis.is_lowest and self._world.rank != 0:  # rank 0 is frozen, so this one records the end
             with contextlib.suppress(OSError):  # the file system may be the cause
                 known, run_id = read_facts(status)[0], self._attempt.provenance.run_id
@@ -210,7 +210,7 @@ class Ending:
         if not lead or lead.directory.status.get("state") == "finished":
             return  # a signal after the end has no effect
         with contextlib.suppress(OSError):  # a disk too full even for this
-            lead.directory.advance(name, self._step, reason=reason, **facts)
+            lead.directory.update_at_step(name, self._step, reason=reason, **facts)
         lead.tracker.event({"stopped": "stop", "failed": "failure"}[name], self._step, reason=reason)
         lead.tracker.close(exit_code, in_place)
 

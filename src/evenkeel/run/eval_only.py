@@ -72,7 +72,8 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
     task_state = TaskState.of(task, config.seed, world)
     with world.connected(), operations_named():
         # one rank reads: the run may be on one node only, and if it is active, two ranks might find different steps
-        known = world.gather((checkpoints.newest_named_step() if world.local_rank == 0 else 0, _began_from(run_dir)))
+        newest = checkpoints.newest_named_step() if world.local_rank == 0 else 0
+        known = world.all_gather((newest, _began_from(run_dir)))
         steps = [step for step, _ in known]
         own_origin = steps[0] and known[0][1] == str(config.init_from)  # --eval-only added to the run's own command
         path = None if own_origin else config.init_from

@@ -15,7 +15,7 @@ from uuid import uuid4
 from ..common.arguments import flag
 from ..common.display import near
 from ..common.errors import Ended, Refusal
-from ..common.files import lock, make_folder, make_unused, unlock, write_json
+from ..common.files import make_folder, make_unused, try_lock, unlock, write_json
 from ..config import changed_options
 from .manifest import step_folders
 from .records import is_run, is_untrained, read_config, read_facts
@@ -73,7 +73,7 @@ def prepare_folder(path: Path, run: Identity, fresh: bool) -> None:
         make_folder(path)
         # checks that files can be written and locked here; NFS wants a shared lock's file open to read
         with (path / ".lock").open("a+b") as file:
-            if lock(file, kind=fcntl.LOCK_SH):
+            if try_lock(file, kind=fcntl.LOCK_SH):
                 unlock(file)
     except OSError as error:
         raise Refusal(

@@ -17,7 +17,7 @@ from .run_directory import RunDirectory, in_use
 class NodeRecords(NamedTuple):
     """The launch tokens of all ranks, and what the nodes have recorded of the run.
 
-                                                     may_start_over  starts_over  statuses (status.json of nodes)
+                                                     replaces_old_run  starts_over  statuses (status.json of nodes)
         a new run                                    no              no           none
         one that goes on                             no              no           of each node that has it
         --fresh, or untrained on all nodes           yes             yes          none
@@ -27,7 +27,7 @@ class NodeRecords(NamedTuple):
     """
 
     tokens: Sequence[str]
-    may_start_over: bool
+    replaces_old_run: bool
     starts_over: bool
     statuses: Sequence[dict[str, Any]]
 
@@ -60,12 +60,12 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
         untrained |= not is_run(path)
         # on a shared disk this is rank 0's folder, which it has locked: no second record, whatever a stale cache shows
         trained = (directory is not None or not in_use(path)) and has_trained(path, facts)
-    known = world.gather((launch_token(), status, untrained, trained))
+    known = world.all_gather((launch_token(), status, untrained, trained))
     tokens, statuses, untrained_at, trained_at = zip(*known, strict=True)
     begun_by_this_launch = [each for each in statuses if is_restart(each, tokens)]
-    may_start_over = fresh or (any(statuses) and all(untrained_at))
-    goes_on_from = begun_by_this_launch if may_start_over else _of_one_run(path, statuses, trained_at)
-    return NodeRecords(tokens, may_start_over, may_start_over and not begun_by_this_launch, goes_on_from)
+    replaces_old_run = fresh or (any(statuses) and all(untrained_at))
+    goes_on_from = begun_by_this_launch if replaces_old_run else _of_one_run(path, statuses, trained_at)
+    return NodeRecords(tokens, replaces_old_run, replaces_old_run and not begun_by_this_launch, goes_on_from)
 
 
 def _of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequence[bool]) -> list[dict[str, Any]]:

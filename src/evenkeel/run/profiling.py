@@ -82,8 +82,8 @@ class Profiler:
         yield from steps
 
     def _begin(self, step: int) -> None:
-        hosts = self.world.gather(socket.gethostname())
-        stamps = self.world.gather(_stamps(self.world))
+        hosts = self.world.all_gather(socket.gethostname())
+        stamps = self.world.all_gather(_stamps(self.world))
         ahead = clocks_ahead(stamps, hosts)
         if self.memory:
             torch.cuda.memory._record_memory_history(max_entries=EVENTS)
@@ -136,7 +136,7 @@ def _stamps(world: World) -> list[int]:
     """This rank's clock, in nanoseconds, each time that all ranks have met."""
     stamps = []
     for _ in range(ROUNDS):
-        world.gather(None)  # a barrier
+        world.all_gather(None)  # a barrier
         stamps.append(time.time_ns())
     return stamps
 

@@ -84,14 +84,14 @@ class Resume:
 
     def _check_may_begin(self, sharded: bool) -> None:
         """A run without a checkpoint begins at step 0; refuse if it had one, or if its first weights are missing."""
-        damaged = self._world.gather(next(map(str, entries(self._checkpoints.folder, f"{DAMAGED}*")), ""))
+        damaged = self._world.all_gather(next(map(str, entries(self._checkpoints.folder, f"{DAMAGED}*")), ""))
         if first := next(filter(None, damaged), ""):
             raise Refusal(
                 f"{near(self._path)}: every checkpoint is damaged (set aside, such as {near(Path(first))}); copy a "
                 f"whole one into {near(self._checkpoints.folder)}, or start over with --fresh"
             )
         if path := self._config.init_from:
-            found = self._world.gather(path.exists())
+            found = self._world.all_gather(path.exists())
             if not all(found[:1] if sharded else found):  # with --shard rank 0 reads it for all
                 raise Refusal(f"--init-from {path}: no such file or folder, and the run has no checkpoint")
 
@@ -99,10 +99,10 @@ class Resume:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         first_of_node = self._world.local_rank == 0
         while True:  # until one is whole: a damaged one is set aside
-            offers = self._world.gather(rank_memory.offer(self._provenance.run_id))
+            offers = self._world.all_gather(rank_memory.offer(self._provenance.run_id))
             if first_of_node and not any(offers):  # else a keeper's child writes that state
                 self._await_writer()
-            on_disk = self._world.gather(self._checkpoints.newest_named_step() if first_of_node else 0)
+            on_disk = self._world.all_gather(self._checkpoints.newest_named_step() if first_of_node else 0)
             newest = max([*on_disk, *(offer.step for offer in offers if offer)])
             if newest == 0:
                 return None, {}
@@ -129,7 +129,7 @@ class Resume:
     def _compare_bits(self, manifest: Manifest | None) -> None:
         """Compare the bits as :func:`compare_bits`, and set what later manifests say: rank 0's fingerprint, and from
         which step they may differ."""
-        present = self._world.gather(self._provenance.fingerprint)
+        present = self._world.all_gather(self._provenance.fingerprint)
         self.other_bits = compare_bits(present, manifest, self._config.strict_bits)
         step, void_from = (manifest.step, manifest.bits_void_from) if manifest else (0, None)
         if self.other_bits and void_from is None:
@@ -149,7 +149,7 @@ class Resume:
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
         before = rank_memory.previous(self._provenance.run_id) if in_memory[world.rank] else None
         file = Path(before.path).open("rb") if before else open_first(filter(None, in_memory))  # noqa: SIM115
-        everywhere = all(world.gather(file is not None))
+        everywhere = all(world.all_gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"
         saved: dict[str, Any] = {}
         with file or contextlib.nullcontext():

@@ -26,11 +26,12 @@ from torch.utils.data import DataLoader
 
 from ..common import keeper_link
 from ..common.errors import FAILED, EndedHere, Refusal, no_exit
+from ..common.naming import TRAIN
 from ..common.phases import START_UP, activity
 from ..config import Config, profile_window
 from ..data.data_digest import TRAINING
 from ..data.dataset import SizedDataset
-from ..data.loader import Loader, loader, start_workers
+from ..data.loader import Loader, make_loader, start_workers
 from ..data.order import positions_in, token_batches
 from ..data.plan import Assignment, Plan
 from ..data.sampler import ElasticSampler, Step, by_step
@@ -44,7 +45,7 @@ from ..training.loss import LossFunction
 from ..training.refresh import Refresh
 from ..training.state import State
 from ..training.task import Task
-from ..training.whole_batch import WholeBatch, of_whole_batches
+from ..training.whole_batch import WholeBatch, has_batch_loss
 from . import media
 from .attempt import Attempt
 from .blame import name_samples
@@ -109,7 +110,7 @@ class Run:
     def open(cls, config: Config, task: Task, interruption: Interruption | None = None) -> Iterator[Run]:
         """Start or continue a run: devices, data, model; then the process group and the newest checkpoint.
 
-        Whatever ends the block, the last finished step is saved. `interruption`: what takes signals.
+        The last finished step is saved, unless a commit fails. `interruption`: what takes signals.
 
             phase                 a stop signal is followed by      an error is recorded by
             building              the end of the process            nothing
@@ -163,7 +164,7 @@ class Run:
             self.ending.stopped(lambda: "Ctrl-C")
             raise
         except BaseException as error:
-            interruption.claim_or_wait()  # after a signal other ranks leave, which is no failure
+            interruption.claim_end_or_block()  # after a signal other ranks leave, which is no failure
             name_samples(error, self.attempt, self.state)
             self.ending.failed(error)
             raise
@@ -176,13 +177,13 @@ class Run:
         if self.attempt.lead:
             if self.config.keep_every:
                 self.attempt.say(f"evenkeel: {disk_needed(self.config, self.plan.total_steps, self.state)}")
-            report(resumed, self.config, self.state, *self.attempt.lead)
+            report(resumed, self.config, self.state, self.attempt.lead.directory, self.attempt.lead.tracker)
 
     def _watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is
         named; then the interruption ends this process."""
         timeout, logs = self.config.hang_timeout, self.attempt.logs
-        on_hang = partial(interruption.begin_end, "a hang", self.ending.hung, FAILED)
+        on_hang = partial(interruption.begin_shutdown, "a hang", self.ending.hung, FAILED)
         watch = Watch(timeout, self.world, store, logs, on_hang, self.checkpointer.on_saved)
         self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
         return watch
@@ -202,7 +203,7 @@ class Run:
         if loss != self.task.loss:
             train_set = self.attempt.sets[TRAINING]
             refuse_single_samples(config, loss, self.state.model, self.plan, self.world, train_set)
-        elif of_whole_batches(self.task):
+        elif has_batch_loss(self.task):
             loss = WholeBatch(self.task.embed, self.task.batch_loss)
         kind = partial(VerifiedLoss, self.verification) if self.verification.needed else DistributedLoss
         return kind(
@@ -220,15 +221,15 @@ class Run:
             return iter(())
         config, state, plan, world = self.config, self.state, self.plan, self.world
         train_set = self.attempt.sets[TRAINING]
-        how: Assignment = "dealt" if state.sharding else "share"
+        how: Assignment = "round_robin" if state.sharding else "share"
         sampler = ElasticSampler.of_run(plan, train_set, config.seed, world.world_size, world.rank, how)
-        if self._started_loader is not None:  # its length is 0 until it has a sampler
+        if self._started_loader is not None:  # no bool(): its length may be 0
             batches = self._started_loader.set_sampler(sampler)
         else:
-            batches = loader(train_set, sampler, "train", config.num_workers, world.device)
+            batches = make_loader(train_set, sampler, TRAIN, config.num_workers, world.device)
         self.evaluator.prepare()
-        # ranks may have copies of a step from before and after its evaluation
-        if any(world.gather(self.evaluator.owed(self._unevaluated))):
+        # ranks may have loaded copies made before and after the evaluation
+        if any(world.all_gather(self.evaluator.owed(self._unevaluated))):
             self._evaluate_and_save()
         elif state.step and not state.is_over() and (self.attempt.lead or state.sharding):
             self.checkpointer.record_digests()  # rank 0 may have died between the commit and the record
@@ -268,7 +269,7 @@ class Run:
         """The loader of the data that the task makes from here on; its processes are forked when an epoch begins."""
         dataset = refresh.data(self.attempt.sets[TRAINING], self.state.task_state)
         refresh.digest = self.attempt.data.refreshed(refresh.epoch, dataset, refresh.digest)
-        return loader(dataset, sampler, "train", self.config.num_workers, self.world.device, ahead=False)
+        return make_loader(dataset, sampler, TRAIN, self.config.num_workers, self.world.device, ahead=False)
 
     def after_step(self, model: DistributedLoss, norm: Tensor | None = None) -> None:
         """Log, evaluate and save, if each is due.
@@ -327,7 +328,7 @@ def _built(config: Config, task: Task) -> tuple[Attempt, State, str]:
     world, sets = prepare(config, task, recorded)
     activity.enter(START_UP, "model")
     model, why_not_meta = build_model_of_rank(config, task, world)
-    # recorded options -> options with the cut. This node's may be old: `Attempt.begin` uses it again, with all nodes'
+    # (recorded options) -> options with the cut. `Attempt.begin` calls it again, with the newest of any node
     cutter = partial(decide_cut, config, world.world_size, partial(has_batchnorm, model))
     provisional = cutter(recorded)
     plan = _plan_of(provisional, sets[TRAINING])

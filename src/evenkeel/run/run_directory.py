@@ -24,7 +24,7 @@ import tomli_w
 
 from ..common.display import near, say
 from ..common.errors import Refusal
-from ..common.files import lock, unlock, write_atomically, write_json
+from ..common.files import try_lock, unlock, write_atomically, write_json
 from . import crash_loop
 from .identity import Identity, move_aside, prepare_folder, refuse_another_run
 from .launch_token import is_restart, restarter, restarts_elsewhere
@@ -129,7 +129,7 @@ class RunDirectory:
             # an end that could not be written is none: the failure is recorded instead
             self.status["state"], self._over = state, state != "running"
 
-    def advance(self, state: RunState, step: int, **facts: Any) -> None:
+    def update_at_step(self, state: RunState, step: int, **facts: Any) -> None:
         """Update, with the step that was reached, which need not be saved, and the seconds so far."""
         self.update(state, step=step, seconds=self.seconds, **facts)
 
@@ -178,7 +178,7 @@ def claim(path: Path, run: Identity, fresh: bool, grace: float = 0.0) -> RunDire
 def in_use(path: Path) -> bool:
     """Whether a job has locked the folder; False also where nodes share no locks."""
     with contextlib.suppress(OSError), (path / ".lock").open("r+b") as file:
-        return not lock(file)
+        return not try_lock(file)
     return False
 
 
@@ -232,7 +232,7 @@ def _close(file: weakref.ref[IO[bytes]]) -> None:
 
 def _try_lock(file: IO[bytes], path: Path, until: float) -> bool:
     """Lock the file, but not between the death of another job's rank 0 and its restart."""
-    while lock(file, until):
+    while try_lock(file, until):
         if not restarts_elsewhere(read_facts(path / "status.json")[0]):
             os.register_at_fork(after_in_child=partial(_close, weakref.ref(file)))
             return True

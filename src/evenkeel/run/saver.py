@@ -48,7 +48,7 @@ class Saver:
         checkpoints: the run's folder of them.
         devices: where the state is.
         grace: seconds that a process has after a signal.
-        written: is called with the step of each checkpoint, in the thread that has written it.
+        on_written: is called with the step of each checkpoint, in the thread that has written it.
         memory: share what is not on the disk yet with the keeper, in memory.
         local_ranks: ranks of this node, all of which may store a rescue at once.
     """
@@ -58,11 +58,11 @@ class Saver:
         checkpoints: Checkpoints,
         devices: Sequence[torch.device],
         grace: float,
-        written: Callable[[int], None],
+        on_written: Callable[[int], None],
         memory: bool = False,
         local_ranks: int = 1,
     ) -> None:
-        self.checkpoints, self._devices, self._grace, self._written = checkpoints, devices, grace, written
+        self.checkpoints, self._devices, self._grace, self._on_written = checkpoints, devices, grace, on_written
         self._use_memory, self._local_ranks = memory, local_ranks
         self._on_cpu = all(device.type == "cpu" for device in devices)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -127,7 +127,7 @@ class Saver:
         self.checkpoints.save(captured, metrics)
         if in_memory:
             rank_memory.discard("checkpoint")
-        self._written(captured["step"])
+        self._on_written(captured["step"])
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
         """Write the state after the last step. With a keeper it is kept in memory too until it is on the disk.

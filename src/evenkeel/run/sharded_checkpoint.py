@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.deadlines import FOREVER
-from ..common.files import folder_locked, lock, read_json, unlock, write_json
+from ..common.files import folder_locked, read_json, try_lock, unlock, write_json
 from ..common.naming import Kind
 from ..resilience.slot_files import step_in
 from ..training import slots
@@ -62,7 +62,7 @@ def write_rows(
     check_not_stale(checkpoints)
     folder = checkpoints.folder / f".{final.name}.{token}.tmp"
     if kind == "checkpoint" and rows["rank"] == 0:
-        with checkpoints.in_turn(time.monotonic() + WRITER_TIMEOUT) as alone:
+        with checkpoints.writer_locked(time.monotonic() + WRITER_TIMEOUT) as alone:
             if alone:  # of a checkpoint for which a rank had no space, the others have left their rows
                 clean_locked(checkpoints.folder, LEFT_BEHIND)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def _write_once(path: Path, captured: Mapping[str, Any], info: dict[str, Any], u
             # a folder that has got its name meanwhile has this file elsewhere, and whole
             return not piece.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
-        if not lock(file, until):
+        if not try_lock(file, until):
             return  # another process is writing the same rows, and publishes them
         try:
             if unwritten():
@@ -117,7 +117,7 @@ def publish_if_whole(checkpoints: Checkpoints, folder: Path, until: float = FORE
     kind: Kind = "checkpoint" if all(info["kind"] == "checkpoint" for info in infos) else "snapshot"
     metrics = infos[0]["metrics"] if kind == "checkpoint" else {}
     files = {piece.stem: WrittenFile(info["bytes"], info["sha256"]) for piece, info in zip(pieces, infos, strict=True)}
-    with checkpoints.in_turn(until):
+    with checkpoints.writer_locked(until):
         # look again: another rank may have published it, and one more begun to write a new folder
         if folder.exists() and all(read_json(piece) == info for piece, info in zip(pieces, infos, strict=True)):
             write_json(folder / MANIFEST, asdict(replace(checkpoints.manifest(step, metrics, kind), files=files)))
@@ -153,7 +153,7 @@ def await_whole(checkpoints: Checkpoints, step: int, seconds: float) -> None:
 def _is_given_up(file: Path) -> bool:
     """Whether no process writes a file of rows that is empty: one has failed to (`_write_once`), or was killed."""
     with contextlib.suppress(FileNotFoundError), file.open("r+b") as opened:
-        if not os.fstat(opened.fileno()).st_size and lock(opened):
+        if not os.fstat(opened.fileno()).st_size and try_lock(opened):
             unlock(opened)
             return True
     return False

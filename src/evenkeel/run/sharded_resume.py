@@ -43,11 +43,11 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     checkpoints, saver.writes = saver.checkpoints, world.rank < sharding.ranks
     _refuse_own_folder(world, checkpoints)
     saver.slots.keep_run(checkpoints.provenance.run_id)
-    everywhere = world.gather(saver.slots.steps())
+    everywhere = world.all_gather(saver.slots.steps())
     step = common_step(everywhere)
     if not step:  # a keeper that has imported changed source again has written its slots, and has them no more
         saver.write_slots()
-        world.gather(None)
+        world.all_gather(None)
     if world.rank == 0:
         await_writers(checkpoints)
     on_disk = world.broadcast(checkpoints.newest_step() if world.rank == 0 else None)
@@ -68,7 +68,7 @@ def _replicate(world: World, sharding: Sharding, saver: ShardedSaver, step: int,
     """Start --replicate if asked for, and log what a lost node costs."""
     done = asked and saver.replicate(world, step)
     why = "; --replicate 1 copies nothing, because one node has more than half of the ranks" * (asked and not done)
-    done |= others_have_each_nodes_rows(world.gather(world.local_rank), sharding.ranks)
+    done |= others_have_each_nodes_rows(world.all_gather(world.local_rank), sharding.ranks)
     cost = "none either" if done else "those since the last checkpoint"
     if world.rank == 0:
         log.info("--shard: killed ranks cost no step; a lost node costs %s%s", cost, why)
@@ -108,15 +108,14 @@ def _from_disk(world: World, sharding: Sharding, checkpoints: Checkpoints) -> Fo
             saved = own_rows(path, sharding)
         except Damaged as error:
             damage = str(error)
-        damages = world.gather(damage)
+        damages = world.all_gather(damage)
         if not any(damages):
             return found, saved
         rank = next(rank for rank, each in enumerate(damages) if each)
         judge = damages.index("") if "" in damages else rank
         if world.broadcast(_is_whole(path) if world.rank == judge else None, judge):
-            raise Ended(
-                f"rank {rank} on {world.gather(node_name())[rank]} cannot read what rank {judge} can: {damages[rank]}"
-            )
+            node = world.all_gather(node_name())[rank]
+            raise Ended(f"rank {rank} on {node} cannot read what rank {judge} can: {damages[rank]}")
         if world.rank == 0:
             set_aside(path, damage=damages[rank])
 
@@ -147,8 +146,8 @@ def _refuse_own_folder(world: World, checkpoints: Checkpoints) -> None:
     if world.rank == 0:
         checkpoints.folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    world.gather(None)
-    seen = world.gather(mark.exists())
+    world.all_gather(None)
+    seen = world.all_gather(mark.exists())
     if world.rank == 0:
         mark.unlink(missing_ok=True)
     if not all(seen):

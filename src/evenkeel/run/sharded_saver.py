@@ -59,7 +59,7 @@ class ShardedSaver(Saver):
             self._replica.exchange(self.slots.holding(step))
         else:
             self._replica.clear()
-        world.gather(None)  # until here a lost node may need the step before
+        world.all_gather(None)  # until here a lost node may need the step before
         return self._replica.possible
 
     def store_step(self, state: State) -> None:
@@ -88,7 +88,7 @@ class ShardedSaver(Saver):
         write_rows(self.checkpoints, captured, metrics, "checkpoint", self.token)
         if captured["rows"]["rank"] == 0:
             await_whole(self.checkpoints, captured["step"], ROWS_TIMEOUT)
-            self._written(captured["step"])
+            self._on_written(captured["step"])
 
     def save_last(self, state: State, metrics: dict[str, float]) -> None:
         """As `Saver.save_last`, on every rank."""

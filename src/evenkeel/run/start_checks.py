@@ -77,10 +77,10 @@ def disk_needed(config: Config, steps: int, state: State) -> str:
 def end_if_models_differ(world: World, task: Task, model: nn.Module) -> None:
     """End the run on all ranks if a rank has other parameters, which DDP notices on that rank only."""
     mine = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
-    digests = world.gather(hashlib.sha256(repr(mine).encode()).hexdigest())
+    digests = world.all_gather(hashlib.sha256(repr(mine).encode()).hexdigest())
     if len({*digests}) == 1:
         return
-    everywhere = world.gather(mine)
+    everywhere = world.all_gather(mine)
     rank = next(rank for rank, theirs in enumerate(everywhere) if theirs != everywhere[0])
     first, its = dict(everywhere[0]), dict(everywhere[rank])
     differing = next((name for name in first | its if first.get(name) != its.get(name)), "")

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
-from ..common.files import HashingWriter, folder_locked, lock, unfinished
+from ..common.files import HashingWriter, folder_locked, temporary_name, try_lock
 
 log = logging.getLogger(__name__)
 
@@ -303,13 +303,13 @@ def _is_locked(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("r+b") as file:  # to write, or NFS refuses
-        return not lock(file)
+        return not try_lock(file)
 
 
 def delete(path: Path) -> None:
     """Rename a checkpoint, or what is left of one, then delete it: half of it must not look like a whole one. What
     cannot be deleted keeps its hidden name."""
-    hidden = unfinished(final_of(path))
+    hidden = temporary_name(final_of(path))
     with contextlib.suppress(OSError):
         path.replace(hidden)
         shutil.rmtree(hidden)

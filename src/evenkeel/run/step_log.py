@@ -17,7 +17,7 @@ from ..training.memory_parts import PEAK, bytes_of_state, peak
 from ..training.side_effects import warn_of_missing, warn_of_sums
 from ..training.state import State
 from ..training.task import Task
-from ..training.whole_batch import of_whole_batches
+from ..training.whole_batch import has_batch_loss
 from .attempt import Attempt
 from .hints import hints, measure
 from .stragglers import Stragglers
@@ -80,7 +80,7 @@ class StepLog:
             usual = self.losses == [self._task.loss]  # with others, or networks that take turns, the factors differ
             tracker.per_sample = per_sample(self._task, state.model, *last, config, world) if usual else {}
             exchanges = self._task.collectives or config.sync_batchnorm or state.sharding
-            if usual and not exchanges and state.step == config.log_every and not of_whole_batches(self._task):
+            if usual and not exchanges and state.step == config.log_every and not has_batch_loss(self._task):
                 warn_of_sums("loss", self._task, world.device, last[1], state.model, last[0])
         parts = {in_set(TRAIN, name): part.item() for name, part in model.parts.items()}
         tracker.train(state.step, loss.item(), norm.item(), more.pop("lr"), more, parts)
@@ -91,7 +91,7 @@ class StepLog:
         """Record how many bytes each part of the state takes on each rank, and the peak so far. All ranks call this."""
         attempt, state = self._attempt, self._state
         mine = bytes_of_state(state.names, state.optimizers, bool(state.average))
-        everywhere = attempt.world.gather(mine | {PEAK: peak(attempt.world.devices)})
+        everywhere = attempt.world.all_gather(mine | {PEAK: peak(attempt.world.devices)})
         if attempt.lead:
             attempt.lead.tracker.event("memory", state.step, memory=everywhere)
 

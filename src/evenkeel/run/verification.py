@@ -43,7 +43,7 @@ from ..resilience.memory_checkpoint import rank_memory
 from ..training.digest import digests, on_host
 from ..training.state import State
 from ..training.task import Task
-from ..training.whole_batch import of_whole_batches
+from ..training.whole_batch import has_batch_loss
 from .attempt import Attempt
 from .checkpointer import Checkpointer
 from .manifest import step_of
@@ -72,7 +72,7 @@ class Who(NamedTuple):
 
 def refuse_unverifiable(config: Config, task: Task) -> None:
     """Refuse --verify-every with a loss that a rank cannot compute for one micro-batch alone."""
-    why = "its loss calls collectives" if task.collectives else "it defines batch_loss()" * of_whole_batches(task)
+    why = "its loss calls collectives" if task.collectives else "it defines batch_loss()" * has_batch_loss(task)
     if config.verify_every and why:
         raise Refusal(
             f"--verify-every {config.verify_every}: {type(task).__name__} cannot be verified: {why}, so no rank can "
@@ -136,7 +136,7 @@ class Verification:
         ranks = range(self.world.world_size)
         own, given = on_host(model.mine), self._handed(model.kept, [(rank, self._after(rank)) for rank in ranks])
         of_previous, states = model.compute_again(given), digests(self._state.tensors())
-        everyone = self.world.gather(Found(_one(own), _one(of_previous), _one(states)))
+        everyone = self.world.all_gather(Found(_one(own), _one(of_previous), _one(states)))
         if not self._fit:
             self._refuse_unfit(model)
         if len({found.state for found in everyone}) > 1:
@@ -154,7 +154,7 @@ class Verification:
     def _refuse_unfit(self, model: VerifiedLoss) -> None:
         """End the run if a rank gets two results from the same numbers, or the devices are of several kinds."""
         unsteady = _first_different(*(model.compute_again(model.kept) for _ in range(2)))
-        everyone = self.world.gather((unsteady, describe(self.world.device).kind))
+        everyone = self.world.all_gather((unsteady, describe(self.world.device).kind))
         for rank, (tensor, kind) in enumerate(everyone):
             if tensor:
                 raise Ended(
@@ -174,7 +174,7 @@ class Verification:
         """Let a third rank decide. Returns the suspects, the first tensor, and who each rank is."""
         pairs = [(rank, self._after(rank, 2)) for rank in wrong] if self.world.world_size > 2 else []
         third = model.compute_again(self._handed(model.kept, pairs))
-        everyone = self.world.gather((own, of_previous, third, self._who()))
+        everyone = self.world.all_gather((own, of_previous, third, self._who()))
         suspects, tensor = set[int](), ""
         for rank in wrong:
             next_, judge = self._after(rank), self._after(rank, 2)
@@ -199,7 +199,7 @@ class Verification:
         right, count = Counter(states).most_common(1)[0]
         decided = 2 * count > len(states)
         drifted = [rank for rank, state in enumerate(states) if not decided or state != right]
-        everyone = self.world.gather((mine, self._who()))
+        everyone = self.world.all_gather((mine, self._who()))
         other = next(rank for rank, state in enumerate(states) if state != states[drifted[0]])
         tensor = _first_different(everyone[drifted[0]][0], everyone[other][0])
         found = f"the state of {name_ranks(drifted)} has drifted from the others' ({tensor}) before step {step + 1}"
@@ -238,7 +238,7 @@ class Verification:
         unfit = range(self.world.world_size) if everywhere else unfit
         if self.world.local_rank == 0 and (everywhere or self.world.rank in unfit):
             self._set_doubtful_aside()
-        self.world.gather(None)  # the others save afterwards
+        self.world.all_gather(None)  # the others save afterwards
         raise (Unfit if self.world.rank in unfit else Ended)(line)
 
     def _set_doubtful_aside(self) -> bool:

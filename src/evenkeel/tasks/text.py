@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from ..common.display import say
 from ..common.errors import EndedByData, Refusal
-from ..common.files import lock, write_atomically
+from ..common.files import try_lock, write_atomically
 
 BUILT_IN = Path(__file__).parents[1] / "assets" / "persuasion.txt"
 """The text that comes with Evenkeel (assets/persuasion.md)."""
@@ -157,7 +157,7 @@ def _tokenized(files: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> Pat
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".tokens.lock").open("a") as turn:
-            lock(turn, inf)
+            try_lock(turn, inf)
             if not path.is_file():
                 say(f"evenkeel: --text: tokenizing {len(files)} files to {path}", to_stderr=True)
                 write_atomically(path, write)

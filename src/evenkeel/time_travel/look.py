@@ -20,7 +20,7 @@ from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import Step
 from ..run.run import Run
 from ..training.state_dicts import local_rows
-from ..training.whole_batch import of_whole_batches
+from ..training.whole_batch import has_batch_loss
 from .culprit import Culprit, Finder, watched_modules
 from .names import source_of
 from .save import save_sample
@@ -63,7 +63,7 @@ class Look:
             {"name": name, "gradient": norms.get(name), "weights": _norm(p), "update": None}
             for name, p in named.items()
         ]
-        whole = of_whole_batches(self.run.task)
+        whole = has_batch_loss(self.run.task)
         finite = math.isfinite(self.facts["loss"]) and math.isfinite(self.facts["norm"])
         buffers = {name: it.detach().clone() for name, it in self.run.state.model.named_buffers()}
         with generators_kept():

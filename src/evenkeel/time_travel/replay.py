@@ -318,7 +318,7 @@ class Watched:
         if folder := self._run.asked.save_samples:
             self._look.save(folder)
         self._look.before_commit(self._model, norm)
-        self._look.facts = merged(self._run.world.gather(self._look.facts))
+        self._look.facts = merged(self._run.world.all_gather(self._look.facts))
         self._run.result.steps.append(self._look.facts)
         self._model.step(norm)
         self._look.after_commit()

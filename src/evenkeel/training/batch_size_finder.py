@@ -23,14 +23,14 @@ from ..common.naming import name_ranks
 from ..config import Config
 from ..data.batch import to_device
 from ..data.dataset import SizedDataset
-from ..data.loader import loader
+from ..data.loader import make_loader
 from ..data.order import positions_in
 from ..data.randomness import derive, generators_kept, seed_computation
 from ..data.sampler import ElasticSampler
 from ..distributed.data_parallel import parallel
 from ..distributed.world import World
 from .evaluation import tensors_restored
-from .loss import Loss
+from .loss import ModelWithLoss
 from .oom import OutOfMemory, explained, next_smaller, note_batch
 from .state import State
 from .state_dicts import local_rows
@@ -80,7 +80,7 @@ class Probe:
                     break
                 failed.append(size)
                 size = next_smaller(size, self.config.batch_size) if size > 1 else 0
-        sizes = self.world.gather(size)
+        sizes = self.world.all_gather(size)
         found = min(sizes)
         if last is not None:
             raise OutOfMemory(explained(last, self.world.device, self.config)) from last
@@ -115,7 +115,7 @@ class Probe:
         _held = self._reserve(size)
         config = self.config
         sampler = ElasticSampler(self.train_set, config.batch_size, size, num_replicas=1, rank=0, seed=config.seed)
-        batch = next(iter(loader(self.train_set, sampler, "train", 0, self.world.device)))
+        batch = next(iter(make_loader(self.train_set, sampler, "train", 0, self.world.device)))
         sharding = self.state.sharding
         try:
             with sharding.reduction.trial(self._micro_batches(size)) if sharding else nullcontext():
@@ -126,7 +126,7 @@ class Probe:
 
     def _two_passes(self, batch: Any) -> None:
         """Like all steps but a run's first, the second has a gradient and the optimizers' state in memory."""
-        loss = Loss(self.state.model, self.task.loss, self.config.precision, collectives=self.task.collectives)
+        loss = ModelWithLoss(self.state.model, self.task.loss, self.config.precision, collectives=self.task.collectives)
         module = parallel(loss, self.config.strategy, self.world.device)
         for number in range(2):
             seed_computation(derive(self.config.seed, "micro-batch", 0, 0), self.world.devices)

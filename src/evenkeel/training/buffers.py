@@ -66,7 +66,7 @@ class Buffers:
         return changes
 
     @torch.no_grad()
-    def changed_by(self, changes: Tensor) -> list[Tensor]:
+    def new_values(self, changes: Tensor) -> list[Tensor]:
         """The new values, not yet committed: for each group a flat tensor of its dtype.
 
         Args:
@@ -100,8 +100,8 @@ class Group:
         """The dtype in which changes are computed; integers stay exact in it."""
 
     def base(self) -> Tensor:
-        """The committed values, from which changes count, in the wide dtype; 0 for infinite ones (of a mask, or where a
-        running minimum begins): inf - inf is NaN."""
+        """The committed values in the wide dtype, to subtract from new ones; 0 for infinite ones (a mask, a first
+        minimum), because inf - inf is NaN."""
         values = self.committed.to(self.wide)
         return torch.where(values.isfinite(), values, 0)
 

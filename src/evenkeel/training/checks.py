@@ -276,7 +276,7 @@ KNOWN = {
 """What long errors of DDP, BatchNorm, dynamo or torch.utils.checkpoint contain -> a line."""
 
 
-def explain(error: BaseException, model: nn.Module) -> None:
+def raise_explained(error: BaseException, model: nn.Module) -> None:
     """Raise a one-line error for a known long one; return for all others."""
     text, recomputes = f"{type(error).__name__}: {error}", any(hasattr(it, "_recomputes") for it in model.modules())
     for part, line in KNOWN.items():

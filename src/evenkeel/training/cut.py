@@ -29,7 +29,7 @@ from ..data.randomness import generators_kept
 from ..distributed.data_parallel import chunks, replicas
 from ..distributed.world import World
 from .checks import TOO_FEW
-from .loss import Loss, LossFunction
+from .loss import LossFunction, ModelWithLoss
 
 Recorded = Mapping[str, Any]
 Cutter = Callable[[Recorded], Config]
@@ -124,7 +124,7 @@ def takes_one_sample(config: Config, loss: LossFunction, model: nn.Module, train
     with generators_kept(), torch.compiler.set_stance("force_eager") if config.compile else nullcontext():
         try:
             batch = one_sample(train_set, config.seed, config.num_workers > 0)
-            Loss(copy.deepcopy(model), loss)(to_device(batch, device))
+            ModelWithLoss(copy.deepcopy(model), loss)(to_device(batch, device))
         except Exception as error:
             return TOO_FEW not in str(error)
     return True

@@ -34,8 +34,8 @@ from ..distributed.transfer import Transfer
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, WAITING, Arrivals
 from .balance import Balance
-from .checks import TWICE, check_dense, explain, missing_gradients, same_parts, wrong_backward, wrong_step
-from .loss import Loss, LossFunction
+from .checks import TWICE, check_dense, missing_gradients, raise_explained, same_parts, wrong_backward, wrong_step
+from .loss import LossFunction, ModelWithLoss
 from .oom import note_batch
 from .optimization import clip_grad_norm
 from .side_effects import SideEffects
@@ -105,12 +105,13 @@ class DistributedLoss:
         self._others = [p for p in state.parameters if id(p) not in learning]
         self.reduction = self._build_reduction(config, collectives)
         self._whole_batch = loss if isinstance(loss, WholeBatch) else None
-        self._loss = Loss(state.model, loss, config.precision, network, unused_parameters and not dp, collectives)
+        unused = unused_parameters and not dp
+        self._loss = ModelWithLoss(state.model, loss, config.precision, network, unused, collectives)
         module = parallel(self._loss, config.strategy, world.device)
         self.module = module if dp else _wrap(module, self._network, world, self.reduction, unused_parameters)
         self._transfer = Transfer(world.device)
         self._arrivals = arrivals or Arrivals()
-        self.reduction.arrived = partial(self._arrivals.lap, BACKWARD)
+        self.reduction.on_last_bucket = partial(self._arrivals.lap, BACKWARD)
         if self._synced:  # with --sync-batchnorm: the layers that exchange statistics
             steps = (0, plan.steps_per_epoch - 1)
             busy_ranks = [sum(map(bool, plan.shares(step, world.world_size))) for step in steps]
@@ -219,7 +220,7 @@ class DistributedLoss:
         self._sums = StepSums(self.reduction, self.state.buffers, self.world.device, self._sums.part_names)
         per_rank = self._balance.per_rank if self._balance else ()
         shares = self.plan.shares(step.number, self.world.world_size, per_rank)
-        self._side_effects.record(max(share.stop for share in shares))
+        self._side_effects.record(sum(map(len, shares)))
         self._arrivals.begin_step(step.micro_batches)
         with self._explained():
             activity.enter(DATA)
@@ -293,7 +294,7 @@ class DistributedLoss:
     def _finish_reduction(self, step: Step) -> None:
         activity.enter(REDUCTION)
         if not step.micro_batches and self.reduction.hooked:
-            self.module(None).backward()  # an idle rank's exact zero, see `Loss`
+            self.module(None).backward()  # an idle rank's exact zero, see `ModelWithLoss`
         self.reduction.end()
 
     def _check_gradients(self) -> None:
@@ -308,14 +309,14 @@ class DistributedLoss:
 
     def _agree_on_parts(self) -> None:
         """Exchange the names of the loss's parts: a rank without a micro-batch knows none."""
-        known = [names[0] for names in self.world.gather(self._loss.seen_part_names) if names]
+        known = [names[0] for names in self.world.all_gather(self._loss.seen_part_names) if names]
         for names in known:
             same_parts(known[0], names, Ended)
         self._sums.part_names = known[0] if known else None
         self._loss.seen_part_names[:] = known[:1]
 
     def _has_all(self) -> bool:
-        """Whether all learning parameters have a reduced gradient; DDP's may be of an earlier micro-batch."""
+        """Whether all learning parameters have a reduced gradient; under DDP `.grad` may be an older one."""
         reduced = self.reduction.all_buckets_ready or not isinstance(self.module, DistributedDataParallel)
         return reduced and all(parameter.grad is not None for parameter in self._learning)
 
@@ -333,7 +334,7 @@ class DistributedLoss:
                 self.state.buffers.rewind()
             note_batch(error, self._pass.batch, micro_batch=self._pass.micro_batch)
             with seen_at(self._loss.function) if TWICE in str(error) else nullcontext():
-                explain(error, self._network)
+                raise_explained(error, self._network)
             raise
 
 

@@ -21,7 +21,7 @@ from ..common.naming import TEST, in_set
 from ..common.phases import EVALUATION, activity
 from ..config import Config
 from ..data.dataset import SizedDataset
-from ..data.loader import loader
+from ..data.loader import make_loader
 from ..data.plan import Plan
 from ..data.randomness import derive, generators_kept, seed_computation, seed_task
 from ..data.sampler import ElasticSampler
@@ -61,7 +61,7 @@ class Evaluation:
         self.precision = config.precision
         self.dataset, self.samples = test_set, len(test_set)
         plan = Plan.of(config, self.samples)
-        # one device evaluates; with --strategy dp it has in training a part of the micro-batch
+        # one GPU evaluates: with --strategy dp give it only its part of a training micro-batch
         micro_batch = chunks(plan.micro_batch, len(replicas(config.strategy, world.device)))[0]
         # the whole test set is one step of one epoch, in its own order
         self.sampler = ElasticSampler(
@@ -69,14 +69,14 @@ class Evaluation:
             shuffle=False, seed=config.seed,
         )  # fmt: skip
         self.divided = are_divided(model.parameters())  # then a forward pass is a collective
-        self.sampler.assignment = "even" if self.divided else "share"
+        self.sampler.assignment = "padded" if self.divided else "share"
         self._transfer = Transfer(world.device)
         self._is_first = False
         self.shows = False
         """Whether to call the task's `show` for the first batch."""
         self.shown: Mapping[str, Any] = {}
         """The result of `show` in the last evaluation, on rank 0; with a divided model on all ranks."""
-        self.batches = loader(test_set, self.sampler, name, config.num_workers, world.device)
+        self.batches = make_loader(test_set, self.sampler, name, config.num_workers, world.device)
 
     def __call__(self) -> dict[str, float]:
         """The metrics, the same on every rank. Afterwards the model's mode and buffers are restored."""
@@ -97,7 +97,7 @@ class Evaluation:
         with activity.during(EVALUATION), generators_kept(), tensors_restored(self.model), self._only_first() as size:
             sums = self._sums()
             for other in others:
-                self.each(partial(other, self.model), lambda _found, _samples: None)
+                self.for_each_batch(partial(other, self.model), lambda _found, _samples: None)
             try:
                 return self._summary({name: rows[0] for name, rows in sums.items()}, size)
             except (ArithmeticError, ValueError) as error:
@@ -123,7 +123,7 @@ class Evaluation:
     def _evaluate(self) -> dict[str, float]:
         sums = self._sums()
         mine = {name: torch.stack(per_micro_batch).cpu() for name, per_micro_batch in sums.items()}
-        gathered = [of_rank for of_rank in self.world.gather(mine) if of_rank] or [{}]
+        gathered = [of_rank for of_rank in self.world.all_gather(mine) if of_rank] or [{}]
         shapes = [{name: values.shape[1:] for name, values in of_rank.items()} for of_rank in gathered]
         for others in shapes:
             check_alike(shapes[0], others)
@@ -150,7 +150,7 @@ class Evaluation:
                 sums.setdefault(name, []).append(values.double().sum(0))
 
         self._is_first = self.shows and (self.divided or self.world.rank == 0)
-        self.each(self._measured, add)
+        self.for_each_batch(self._measured, add)
         return sums
 
     def _measured(self, batch: Any) -> Any:
@@ -163,7 +163,7 @@ class Evaluation:
         return found
 
     @torch.no_grad()
-    def each(self, compute: Callable[[Any], T], take: Callable[[T, int], None]) -> None:
+    def for_each_batch(self, compute: Callable[[Any], T], take: Callable[[T, int], None]) -> None:
         """Call `compute` for each batch of this rank in evaluation mode, and `take` with its result and its samples.
 
         This is not a generator, which would turn a StopIteration in a task into another error.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import EndedHere, seen_at
-from ..distributed.collectives import no_collectives, of_divided_weight
+from ..distributed.collectives import divided_weight_error, no_collectives
 from .checks import checked_losses, same_parts, takes
 from .precision import Precision, autocast
 from .task import Losses
@@ -19,7 +19,7 @@ LossFunction: TypeAlias = Callable[..., Losses]
 """(model, batch) -> the mean loss of the batch, perhaps with its parts; with a parameter `step` it gets that number."""
 
 
-class Loss(nn.Module):
+class ModelWithLoss(nn.Module):
     """The model and its loss in one module, which DDP wraps; called with a batch, or with None on an idle rank.
 
     Args:
@@ -53,8 +53,8 @@ class Loss(nn.Module):
         # not in `forward`, because a replica of DataParallel has no parameters
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._idle: nn.Parameter | None = None
-        """With `unused_parameters`, the parameter whose zero an idle rank returns. A zero of the model's parameters
-        would count as their gradient, also of those that no rank has used, and momentum would change them."""
+        """With `unused_parameters`: the parameter that an idle rank's zero depends on. If that were the model's, those
+        that no rank has used would get a gradient of 0, and momentum would change them."""
         if unused_parameters:
             zeros = (p.new_zeros(()) for p in self.model.parameters() if p.requires_grad)
             self._idle = nn.Parameter(next(zeros, torch.zeros(())))
@@ -76,7 +76,7 @@ class Loss(nn.Module):
                 raise EndedHere("loss() calls backward(): leave that out, because the training loop calls it")
             loss, parts = checked_losses(returned)
             if hasattr(loss, "to_local"):
-                raise of_divided_weight()
+                raise divided_weight_error()
             if first_call:
                 self.seen_part_names.append(tuple(parts))
             same_parts(self.seen_part_names[0], tuple(parts))

@@ -29,7 +29,7 @@ def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
     mine: dict[str, Tensor] | Ended
     try:
         with activity.during(EVALUATION):
-            evaluation.each(
+            evaluation.for_each_batch(
                 lambda batch: evaluation.task.predict(evaluation.model, batch),
                 lambda returned, samples: parts.append(rows_of(returned, samples, top)),
             )
@@ -38,7 +38,7 @@ def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
         if evaluation.divided:  # in a forward pass: it sees that this rank has ended
             raise
         mine = Ended(str(ended))
-    by_rank = evaluation.world.gather(mine)
+    by_rank = evaluation.world.all_gather(mine)
     for of_rank in by_rank:
         if isinstance(of_rank, Ended):
             raise of_rank

@@ -31,7 +31,7 @@ class Replica:
 
     def __init__(self, world: World, descriptors: Sequence[int]) -> None:
         self._descriptors = list(descriptors)
-        shift = max(world.gather(world.local_world_size))
+        shift = max(world.all_gather(world.local_world_size))
         self.possible = 2 * shift <= world.world_size
         """Whether each rank can have another node's; not if one node has more than half of them."""
         self._to, self._from = (world.rank + shift) % world.world_size, (world.rank - shift) % world.world_size

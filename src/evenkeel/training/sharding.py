@@ -32,7 +32,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ..common.errors import EndedHere, Refusal
 from ..common.naming import kind_of
 from ..common.phases import CHECKPOINT, activity
-from ..distributed.collectives import of_divided_weight
+from ..distributed.collectives import divided_weight_error
 from ..distributed.sharded_reduction import ShardedReduction, TreeReduceScatter, Weights
 from ..distributed.world import World
 from .cut import has_batchnorm
@@ -48,7 +48,7 @@ OPTION = "--shard"
 
 def _refuse_rows(*_: Any) -> Any:
     """In place of what torch would do with each rank's rows of a DTensor as if they were all, without a word."""
-    raise of_divided_weight(sys._getframe(1))
+    raise divided_weight_error(sys._getframe(1))
 
 
 def _refuse_some_rows(method: Any) -> Any:
@@ -59,7 +59,7 @@ def _refuse_some_rows(method: Any) -> Any:
         first = index[0] if isinstance(index, tuple) and index else index
         number = hasattr(first, "__index__") and not getattr(first, "ndim", 0)
         if number or (isinstance(first, slice) and first != slice(None)):
-            raise of_divided_weight(sys._getframe(1))
+            raise divided_weight_error(sys._getframe(1))
         return method(weight, index, *value)
 
     return checked

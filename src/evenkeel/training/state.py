@@ -104,8 +104,8 @@ class State:
             schedulers.taken = schedulers.taken.to(self._devices[0])
 
     def _name_tensors(self, model: nn.Module) -> Buffers:
-        """List the names of all tensors. A tied one, or a layer that the model has twice, has several: a checkpoint has
-        all of them, optimizers and `Buffers` know each tensor by its first. Returns the buffers."""
+        """List the names of all tensors; returns the buffers. A tied tensor, or one of a layer used twice, has several
+        names: checkpoints have all, optimizers and `Buffers` only its first."""
         self._saved_names = list(model.state_dict(keep_vars=True))  # without non-persistent buffers
         self._parameters_by_name = dict(model.named_parameters(remove_duplicate=False))
         # `divide` puts this rank's rows in place of the parameters
@@ -241,55 +241,56 @@ class State:
             stack.enter_context(self._seqlock.hold(until, final))
             if self.schedulers and self.schedulers.broken:
                 raise Torn("a scheduler has failed in the middle of its step")
-            queued, live = self._seqlock.queued, self._live()
-            # the order of `live` is the protocol: `done`, a number for each device, first, and `begun` last
-            captured, copy = (staging or Staging(*self._devices)).prepare(live, ends=len(self._devices))
+            queued, committed = self._seqlock.queued, self._committed()
+            # the order of `committed` is the protocol: `done`, a number for each device, first, and `begun` last
+            captured, copy = (staging or Staging(*self._devices)).prepare(committed, ends=len(self._devices))
             locked = stack.pop_all()
 
         def finish() -> dict[str, Any]:
-            consistent = last_try = False
             with locked:
-                while not (consistent or last_try):  # a slow step may reach its commit while it is copied
+                while True:  # again, if a slow step reaches its commit while it is copied
                     # the devices have finished, so that another copy would be the same; or the time is up
                     last_try = self._seqlock.wait(until) or not left(until)
                     copy()
                     done, begun = ([number.item() for number in captured[name]] for name in ("done", "begun"))
                     consistent = len({*done, *begun}) == 1
+                    if consistent or last_try:
+                        break
             del captured["done"], captured["begun"]
             if not consistent:
                 raise Torn(f"the optimizer step to {max(begun)} has not finished")
-            self._check_one_step(live, on_device=done[0], on_host=queued)
+            self._check_one_step(committed, on_device=done[0], on_host=queued)
             return {"step": done[0], **captured}
 
         return finish
 
-    def _check_one_step(self, live: dict[str, Any], on_device: int, on_host: int) -> None:
+    def _check_one_step(self, committed: dict[str, Any], on_device: int, on_host: int) -> None:
         """Raise Torn if a part of a copy is on the host, and so of a step that a GPU has not done yet."""
         if on_device == on_host or all(it.type == "cpu" for it in self._devices):
             return
-        if "task" in live or any(it.device.type == "cpu" for it in named_tensors(live).values()):
+        if "task" in committed or any(it.device.type == "cpu" for it in named_tensors(committed).values()):
             raise Torn(f"the device is at step {on_device}, but the task or an optimizer without fused=True is ahead")
 
     def pin(self, staging: Staging) -> None:
         """Prepare memory for fast copies from a GPU. Call it after the first commit: then the optimizers have state."""
-        staging.pin(self._live())
+        staging.pin(self._committed())
 
-    def _live(self) -> dict[str, Any]:
+    def _committed(self) -> dict[str, Any]:
         """The committed state itself, in the order of a copy (`seqlock`); of divided tensors this rank's rows."""
-        # a loss may be computing with other weights right now, by torch.func.functional_call
+        # not state_dict(): functional_call in a loss may have other weights in the model now
         learned = dict(zip(self._parameters_by_name, local_rows(self._parameters_by_name.values()), strict=True))
         learned |= {name: self.buffers.committed[first] for name, first in self._first_buffer_names.items()}
         if not learned.keys() >= set(self._saved_names):  # get_extra_state() may add more
             learned = self.model.state_dict(keep_vars=True) | learned
-        live = {
+        committed = {
             "done": self._seqlock.done,
             # detached after `local_rows`, because to detach a DTensor is slow
             "model": {name: learned[name].detach() for name in self._saved_names},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **self._optional_parts(),
         }
-        live = self.sharding.described(live) if self.sharding else live
-        return {**live, "begun": self._seqlock.begun}  # last: it is copied after all others
+        committed = self.sharding.described(committed) if self.sharding else committed
+        return {**committed, "begun": self._seqlock.begun}  # last: it is copied after all others
 
     def _optional_parts(self) -> dict[str, Any]:
         """The parts of the state that not every run has."""
@@ -311,11 +312,12 @@ class State:
             "model.PARAMETER" and "model.BUFFER", "optimizers.NUMBER.PARAMETER.NAME" for the state of optimizers, and
             "ema.PARAMETER" and "scaler.NAME", if there are any. Those that --shard divides are DTensors.
         """
-        live = self.sharding.divided(self._live()) if self.sharding else self._live()
+        committed = self.sharding.divided(self._committed()) if self.sharding else self._committed()
         for number, optimizer in enumerate(self.optimizers):
             names = dict(enumerate(self.names.get(p, "") for group in optimizer.param_groups for p in group["params"]))
-            live["optimizers"][number] = {names.get(i, i): it for i, it in live["optimizers"][number]["state"].items()}
-        return named_tensors({part: it for part, it in live.items() if part not in ("done", "begun")})
+            of_one = committed["optimizers"][number]["state"]
+            committed["optimizers"][number] = {names.get(i, i): it for i, it in of_one.items()}
+        return named_tensors({part: it for part, it in committed.items() if part not in ("done", "begun")})
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Load the result of :meth:`capture`, whatever device it was on; of a divided state this rank's rows."""
@@ -340,7 +342,7 @@ class State:
         """Keep the weights at an epoch's first step: the task makes the data of this epoch from them."""
         self.settle()
         with self._seqlock.hold(FOREVER):
-            refresh.take(epoch, self._live()["model"], self.task_state)
+            refresh.take(epoch, self._committed()["model"], self.task_state)
 
     def divide(self, sharding: Sharding) -> None:
         """Take the divided parameters of --shard, which have replaced the model's, before the first step."""

@@ -29,7 +29,7 @@ class Pass:
     backward_calls: int = 0
 
     def loss_of(self, output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """The loss in the result of `Loss`; notes its parts."""
+        """The loss in the result of `ModelWithLoss`; notes its parts."""
         loss, self.part_values = output if isinstance(output, tuple) else (output, None)
         return loss
 
@@ -76,4 +76,4 @@ class StepSums:
         """New values of the model's buffers, flat, for each of its groups: changed by the mean change over all
         micro-batches of all ranks. Without buffers nothing is exchanged."""
         first = 1 + len(self.part_names or ())
-        return self._buffers.changed_by(self.total()[first:]) if self._buffers.groups else []
+        return self._buffers.new_values(self.total()[first:]) if self._buffers.groups else []

@@ -160,7 +160,7 @@ class TaskState:
         commit, which would be half done."""
         if self._lost:
             raise EndedHere(self._lost)
-        everywhere = self._world.gather(digest(self.now))
+        everywhere = self._world.all_gather(digest(self.now))
         for rank, found in enumerate(everywhere):
             if found != everywhere[0]:
                 raise Ended(

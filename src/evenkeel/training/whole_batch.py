@@ -50,7 +50,7 @@ NO_GRADIENT = (
 )
 
 
-def of_whole_batches(task: Task) -> bool:
+def has_batch_loss(task: Task) -> bool:
     """Whether a task's loss is over all samples of a step.
 
     Raises:
@@ -70,8 +70,8 @@ def of_whole_batches(task: Task) -> bool:
 
 
 def refuse_unfit(task: Task, config: Config) -> None:
-    """Refuse a task without a loss, as :func:`of_whole_batches`, and options that whole-batch losses do not support."""
-    if not of_whole_batches(task):
+    """Refuse a task without a loss, as :func:`has_batch_loss`, and options that whole-batch losses do not support."""
+    if not has_batch_loss(task):
         return
     name = type(task).__name__
     if config.strategy == "dp":
@@ -166,7 +166,7 @@ class WholeBatch:
     def _agreed_layout(self, world: World) -> Layout:
         """The layout, which the ranks exchange once: a rank without a micro-batch does not know it."""
         if not self._agreed:
-            told = [layout for layout in world.gather(self._layout) if layout]
+            told = [layout for layout in world.all_gather(self._layout) if layout]
             for layout in told:
                 if layout != told[0]:
                     raise _differ(told[0], layout, Ended)

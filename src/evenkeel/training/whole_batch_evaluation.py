@@ -47,7 +47,7 @@ class WholeBatchEvaluation(Evaluation):
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        sums = self._losses(self.world.gather(self._embedded()))
+        sums = self._losses(self.world.all_gather(self._embedded()))
         return self._summary({name: torch.stack(values).sum(0) for name, values in sums.items()}, self.samples)
 
     def _embedded(self) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ class WholeBatchEvaluation(Evaluation):
                 rows.setdefault(name, []).append(value.cpu())
 
         self._is_first = self.shows and self.world.rank == 0
-        self.each(self._measured, add)
+        self.for_each_batch(self._measured, add)
         return {name: torch.cat(values) for name, values in rows.items()}
 
     def _losses(self, by_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:

@@ -48,7 +48,7 @@ def test_shard_on_needs_a_newer_torch_and_a_folder_that_all_ranks_see(
     assert levels(software.versions(sharded))["torch"] == level
 
     class Blind(World):
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather(self, value: Any) -> list[Any]:
             return [value, ("node1", False)]
 
     world = Blind(0, 0, 1, 1, torch.device("cpu"), launched=False)

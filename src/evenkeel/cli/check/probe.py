@@ -42,12 +42,12 @@ from ...tasks.command_line import parse
 from ...training.classification import Classification
 from ...training.cut import has_batchnorm, single
 from ...training.evaluation import _of_each, tensors_restored
-from ...training.loss import Loss
+from ...training.loss import ModelWithLoss
 from ...training.prediction import rows_of
 from ...training.state_dicts import sha256
 from ...training.task import Task
 from ...training.task_data import evaluation_sets, training_set
-from ...training.whole_batch import of_whole_batches
+from ...training.whole_batch import has_batch_loss
 from .observed import exact
 from .rows import BY_RANK, CHANGED, CLOCK, OWN_DICE, SUM, blame
 
@@ -190,7 +190,7 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
     found: Found = {"rebuilt": weights[0] == weights[1]}
     model = model.to(device)
     tests = [(name, it) for name, it in sets.items() if name != TRAINING]
-    loss = Loss(model, task.loss, collectives=task.collectives)
+    loss = ModelWithLoss(model, task.loss, collectives=task.collectives)
 
     def value(batch: Any) -> dict[str, Tensor]:
         returned = loss(batch)
@@ -209,7 +209,7 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
             found[key] = {"why": f"{type(error).__name__}: {error}".partition("\n")[0]}
         if task.collectives:
             found[key] = {"why": "the task calls collectives"}
-    if of_whole_batches(task):
+    if has_batch_loss(task):
         found["loss"] |= {"why": "batch_loss() is of a whole step", "off": 0.0}
     if tests and type(task).predict not in (Task.predict, Classification.predict):
         batch, samples = Parts(config, metrics, model, tests[0][1], tests[0][0], device).batch([0])

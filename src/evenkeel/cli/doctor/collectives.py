@@ -72,7 +72,7 @@ def collectives(world: World) -> Iterator[Finding]:
             call(tensor)
             right = torch.equal(tensor, wanted) and right
             spent += (time.perf_counter() - start) / 3 * (number > 0)
-        all_right = world.gather(right)
+        all_right = world.all_gather(right)
         if rank == 0:
             wrong = [number for number, it in enumerate(all_right) if not it]
             value = f"right, {size / 2**20:.0f} MiB in {spent * 1000:.0f} ms, {size / spent / 1e9:.2f} GB/s"
@@ -86,7 +86,7 @@ def clocks(world: World) -> Iterator[Finding]:
     apart = [0.0] * world.world_size
     for reading in range(5):
         dist.all_reduce(torch.zeros(1))
-        times = world.gather(time.time())
+        times = world.all_gather(time.time())
         found = [it - times[0] for it in times]
         apart = [b if not reading or abs(b) < abs(a) else a for a, b in zip(apart, found, strict=True)]
     if world.rank == 0:
@@ -113,7 +113,7 @@ def claims(world: World) -> Iterator[Finding]:
     if world.device.type == "cuda":
         known: Any = torch.cuda.get_device_properties(world.device)
         name = str(getattr(known, "uuid", "")) or f"{socket.gethostname()} {world.device}"
-    claimed = world.gather(name)
+    claimed = world.all_gather(name)
     if world.rank == 0 and any(claimed):
         yield judge_claims(claimed, world.shares_gpu)
 
@@ -142,7 +142,7 @@ def speeds(world: World) -> Iterator[Finding]:
     """Matrix products and copies in memory on every rank at the same time, with the slow ranks named."""
     if world.launched:
         dist.all_reduce(torch.zeros(1))
-    rows = world.gather((socket.gethostname(), products(world.device), copies(world.device)))
+    rows = world.all_gather((socket.gethostname(), products(world.device), copies(world.device)))
     hosts, *measured = zip(*rows, strict=True)
     if world.rank == 0:
         yield judge_speeds("matrix products", "GFLOP/s", measured[0], hosts)

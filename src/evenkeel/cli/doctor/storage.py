@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...common.files import lock, sync_folder
+from ...common.files import sync_folder, try_lock
 from ...distributed.world import World
 from .findings import Finding, judged
 
@@ -80,7 +80,7 @@ def _write(place: Path, size: int) -> float:
         if whole.stat().st_size != size:
             raise OSError(errno.EIO, "a file changed its size when it was renamed")
         with whole.open("rb") as first, whole.open("rb") as second:
-            if not lock(first) or lock(second):
+            if not try_lock(first) or try_lock(second):
                 raise OSError(errno.ENOLCK, "locks do not work")
     return size / MIB / spent
 
@@ -95,7 +95,7 @@ def shared(world: World, run_dir: Path, needed: bool = False) -> list[Finding]:
         mark = None
     try:
         path = world.broadcast(mark)
-        seen = world.gather((socket.gethostname(), path is not None and path.is_file()))
+        seen = world.all_gather((socket.gethostname(), path is not None and path.is_file()))
     finally:
         if mark:
             mark.unlink(missing_ok=True)
