@@ -12,11 +12,15 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Literal
+
+Claim = Literal["first", "alike", "other"]
+"""A rank's failure is the first of this node in this attempt; or the first one has the same line, or another one."""
 
 
-def claim_first_failure(line: str = "", or_otherwise: bool = False) -> bool:
+def claim_first_failure(line: str) -> Claim:
     """Record this failure, unless another rank of this node has recorded one in this attempt: most errors are alike on
-    all ranks. Returns whether it was recorded; with ``or_otherwise`` also if the first one was another line."""
+    all ranks."""
     with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files
         file, text = _first_failure(os.environ["TORCHELASTIC_ERROR_FILE"]), _bytes(line)
         (own := file.with_name(f"{file.name}.{os.getpid()}")).write_bytes(text)
@@ -24,11 +28,11 @@ def claim_first_failure(line: str = "", or_otherwise: bool = False) -> bool:
             os.link(own, file)  # complete at once: another rank may read it
         except OSError:
             if file.exists():  # another rank was first
-                return or_otherwise and file.read_bytes() != text
+                return "alike" if file.read_bytes() == text else "other"
             own.replace(file)  # a file system without links
         finally:
             own.unlink(missing_ok=True)
-    return True
+    return "first"
 
 
 def failed_before(line: str) -> bool:

@@ -38,7 +38,7 @@ from ..common.processes import (
     torchrun_agent,
     under_torchrun,
 )
-from .attempt_files import claim_first_failure, failed_alike, failed_before, shorten_report
+from .attempt_files import Claim, claim_first_failure, failed_alike, failed_before, shorten_report
 from .causes import is_certain, is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
 AGAIN = "; the same error as before: not tried again"
@@ -52,19 +52,6 @@ def exit_code(main: Callable[[], int | None]) -> int:
     """Run a main program and return its exit code, by the table of this module. Prints to stderr."""
     try:
         return main() or 0
-    except Ended as ended:
-        line, rank_0 = " ".join(str(ended).split()), os.environ.get("RANK", "0") == "0"
-        # rank 0 also prints a line that differs from the first: it may name missing ranks. But not about a bad sample,
-        # of which it knows nothing
-        first = claim_first_failure(line, or_otherwise=rank_0 and not isinstance(ended, Uncollated))
-        speaks = first if isinstance(ended, EndedHere) else rank_0
-        again = _comes_again(ended, line)
-        if speaks:
-            say(f"evenkeel: {line}{_what_follows(again, line)}", to_stderr=True)
-        if isinstance(ended, EndedForGood) and not rank_0:
-            time.sleep(1.0)  # rank 0 prints the line before it ends torchrun, which would end rank 0 earlier
-        shorten_report(f"{type(ended).__module__}.{type(ended).__qualname__}: {line}")
-        return _failed(again)
     except Refusal as refusal:
         line = " ".join(str(refusal).split())
         if keeper_link.has_keeper():
@@ -72,20 +59,44 @@ def exit_code(main: Callable[[], int | None]) -> int:
         else:
             refuse(line)
         return REFUSED
-    except Exception as error:
-        # printed here, so that `leave` can follow: shutting down the interpreter delays a restart by a second
-        line, again = reason_of(error), False
-        if keeper_link.has_keeper() and is_loss_of_a_rank(error):
-            keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
-        else:
-            speaks, again = claim_first_failure(line), _comes_again(error, line)
-            if speaks and not failed_before(line):
-                print_traceback(error)
-            if speaks:
-                tail = _what_follows(again, line)
-                say(f"evenkeel: rank {os.environ.get('RANK', '0')} failed: {line}{tail}", to_stderr=True)
-        shorten_report(line, with_traceback=True)
-        return _failed(again)
+    except Exception as error:  # handled here, so that `leave` can follow: the interpreter's own end takes a second
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """Print an error that is no refusal, and tell the keeper and torchrun of it. Returns the exit code."""
+    rank, ended = os.environ.get("RANK", "0"), isinstance(error, Ended)
+    line, again = " ".join(str(error).split()) if ended else reason_of(error), False
+    if keeper_link.has_keeper() and is_loss_of_a_rank(error) and not ended:
+        keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
+    else:
+        speaks = prints(error, rank == "0", claim_first_failure(line))
+        before, again = failed_before(line), _comes_again(error, line)
+        if speaks and not (before or ended):
+            print_traceback(error)
+        if speaks:
+            who = "" if ended else f"rank {rank} failed: "
+            say(f"evenkeel: {who}{line}{_what_follows(again, before)}", to_stderr=True)
+    if isinstance(error, EndedForGood) and rank != "0":
+        time.sleep(1.0)  # rank 0 prints the line before it ends torchrun, which would end rank 0 earlier
+    kind = f"{type(error).__module__}.{type(error).__qualname__}: " if ended else ""
+    shorten_report(kind + line, with_traceback=not ended)
+    return _failed(again)
+
+
+def prints(error: Exception, rank_0: bool, claim: Claim) -> bool:
+    """Whether a rank prints the error that ends it, unless its keeper may do so.
+
+    error                  rank 0                                           another rank
+    Ended, EndedForGood    yes                                              no
+    Uncollated             the first of its node                            the same
+    another EndedHere      also if its line differs: it names missing ranks the first of its node
+    any other              the first of its node                            the same
+    """
+    if isinstance(error, Ended) and not isinstance(error, EndedHere):
+        return rank_0
+    adds = rank_0 and isinstance(error, EndedHere) and not isinstance(error, Uncollated)
+    return claim == "first" or (adds and claim == "other")
 
 
 def _comes_again(error: BaseException, line: str) -> bool:
@@ -101,10 +112,10 @@ def _comes_again(error: BaseException, line: str) -> bool:
     return (failed_before(line) and failed_alike(line)) or (is_certain(error) and restarts_left)
 
 
-def _what_follows(again: bool, line: str) -> str:
+def _what_follows(again: bool, before: bool) -> str:
     """The end of a line: that torchrun tries again, and why; or that it does not, because the error came before."""
     if again:
-        return AGAIN * failed_before(line)
+        return AGAIN * before
     count, most = (int(os.environ.get(f"TORCHELASTIC_{it}", "0")) for it in ("RESTART_COUNT", "MAX_RESTARTS"))
     return f"{TRYING} (restart {count + 1} of {most})" * (count < most)
 

@@ -248,10 +248,10 @@ class Keeper:
 
     def _record_stop(self, number: int) -> None:
         now = time.monotonic()
-        if means_exit_now(number, self._stop_time, now):
-            self._exit_time = self._exit_time or now
         if not self._stop_time:
             self._stop_time, self._stop_signal = now, number
+        elif means_exit_now(number, self._stop_time, now):
+            self._exit_time = self._exit_time or now
 
     def _await_written(self) -> bool:
         """Wait until what trainers have stored in memory is on the disk, or refused: at most --grace, counted from a
@@ -269,7 +269,7 @@ class Keeper:
                 break
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
                 announced, again = True, " again" * (self._stop_signal == signal.SIGINT)
-                # torchrun would turn Ctrl-C into SIGTERM
+                # torchrun makes SIGTERM of a Ctrl-C
                 press = f"type `kill -INT {os.getpid()}`" if under_torchrun() else f"press Ctrl-C{again}"
                 _say(
                     f"{signal_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the "

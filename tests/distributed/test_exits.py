@@ -1,0 +1,26 @@
+"""Which rank prints the error that ends a job."""
+
+from typing import get_args
+
+import pytest
+
+from evenkeel.common.errors import Ended, EndedForGood, EndedHere, Uncollated
+from evenkeel.distributed.attempt_files import Claim
+from evenkeel.distributed.exits import prints
+
+FIRST, ALIKE, OTHER = CLAIMS = get_args(Claim)
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_rank_0", "elsewhere"),
+    [
+        (Ended, {FIRST, ALIKE, OTHER}, set()),
+        (EndedForGood, {FIRST, ALIKE, OTHER}, set()),
+        (EndedHere, {FIRST, OTHER}, {FIRST}),
+        (Uncollated, {FIRST}, {FIRST}),
+        (ValueError, {FIRST}, {FIRST}),
+    ],
+)
+def test_an_error_is_printed_by(kind: type[Exception], on_rank_0: set[Claim], elsewhere: set[Claim]) -> None:
+    for rank_0, expected in ((True, on_rank_0), (False, elsewhere)):
+        assert {claim for claim in CLAIMS if prints(kind("why"), rank_0, claim)} == expected
