@@ -50,7 +50,7 @@ REFUSED_BY = "refused by rank "
 DIED = "died"
 """The key by which a keeper reports to its generation that its rank has died."""
 
-NO_KEEPER = "no_keeper"
+DO_NOT_WAIT = "do_not_wait"
 """The key that tells keepers not to wait for all ranks: one has no keeper, or ends for good."""
 
 ANSWER_TIMEOUT = 1.0

@@ -26,7 +26,7 @@ from ..common.phases import START_UP, activity
 from .data_parallel import refuse_company
 from .devices import choose, explain_devices, refuse_missing
 from .exits import leave
-from .rendezvous import NO_KEEPER, fresh_store, job_store
+from .rendezvous import DO_NOT_WAIT, fresh_store, job_store
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ class World:
         start_timeout = min(timeout, RESTART_TIMEOUT + leaving) if keeper_link.restarts() else timeout
         store = fresh_store(store, self.rank, self.world_size, start_timeout + delay)
         if not keeper_link.has_keeper():
-            store.set(NO_KEEPER, "")
+            store.set(DO_NOT_WAIT, "")
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         yield store
         dist.destroy_process_group()  # not after an error: NCCL would wait for the peers, and they for this rank

@@ -96,7 +96,7 @@ class Keeper:
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._peers = Peers(self._rank, self._world_size)
         self._stops: set[int] = {*handled_stop_signals()}
-        self._limit, self._grace = Config.keeper_restarts, Config.grace
+        self._max_restarts, self._grace = Config.keeper_restarts, Config.grace
         # forks; consecutive ones without progress; the furthest first step of any trainer
         self._forks, self._without_progress, self._furthest_first_step = json.loads(keeper_link.counts or "[0, 0, 0]")
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
@@ -231,7 +231,7 @@ class Keeper:
         if message == "generation":
             self._peers.join(value)
         elif message == "limit":
-            self._limit = int(value)
+            self._max_restarts = int(value)
         elif message == "grace":
             self._grace = float(value)
         elif message == "progress":
@@ -303,8 +303,8 @@ class Keeper:
             death = ""
         else:
             return False
-        if self._without_progress >= self._limit:
-            again = " again, without progress" * bool(self._limit)
+        if self._without_progress >= self._max_restarts:
+            again = " again, without progress" * bool(self._max_restarts)
             _say(f"{death or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
             return False
         if death and not self._peers.report_death(death):
@@ -333,7 +333,7 @@ class Keeper:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the agent would wait for this process
             refuse(self._messages["refusal"])
         if code:
-            self._peers.report_end()
+            self._peers.report_leaving()
         if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
             give_up()
         # after a second Ctrl-C; or after the first, if it handles no signals yet: it has not sent --grace

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from ..common import keeper_link
 from ..common.errors import EndedHere
 from ..common.processes import under_torchrun
-from ..distributed.rendezvous import DIED, NO_KEEPER, generation_store, job_store
+from ..distributed.rendezvous import DIED, DO_NOT_WAIT, generation_store, job_store
 
 REQUEST_TIMEOUT = 10.0
 """Seconds for an answer of the store, whose machine may be gone. The keeper does nothing else meanwhile."""
@@ -136,11 +136,11 @@ class Peers:
                 return False
         return True
 
-    def report_end(self) -> None:
+    def report_leaving(self) -> None:
         """Report to the others that this rank ends for good without having finished: do not wait for it."""
         with contextlib.suppress(RuntimeError):
             if self._store:
-                self._store.set(NO_KEEPER, "")
+                self._store.set(DO_NOT_WAIT, "")
 
     def await_all(self, wait_for_stop: Callable[[float], bool]) -> bool:
         """Wait for all ranks to finish, after a finished run; False if one has died, and needs the others.
@@ -153,7 +153,7 @@ class Peers:
         deadline = time.monotonic() + FINISH_TIMEOUT
         try:
             store = self._store
-            if not store or store.check([NO_KEEPER]):
+            if not store or store.check([DO_NOT_WAIT]):
                 return True
             store.add(DONE, 1)
             while store.add(DONE, 0) < self._world_size and time.monotonic() < deadline:
@@ -161,7 +161,7 @@ class Peers:
                     return False
                 if not self._store:  # it has just been lost
                     return True
-                if store.check([NO_KEEPER]) or wait_for_stop(self.interval):
+                if store.check([DO_NOT_WAIT]) or wait_for_stop(self.interval):
                     return True
             gone, deadline = store.add(SAW_ALL_DONE, 1), time.monotonic() + 1
             while keeper_link.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
