@@ -19,6 +19,6 @@ def main():
         raise Refusal("no")
     time.sleep(120)
 
-exits.OTHERS_SPEAK = 1
+exits.SPEAKER_TIMEOUT = 1
 exits.leave(exits.exit_code(main))
 """

@@ -44,7 +44,7 @@ from .causes import is_certain, is_loss_of_a_rank, is_mistake, print_traceback, 
 AGAIN = "; the same error as before: not tried again"
 TRYING = "; trying again, in case the machine is to blame"
 
-OTHERS_SPEAK = 10.0
+SPEAKER_TIMEOUT = 10.0
 """Seconds that other ranks of a node wait for local rank 0 to print a refusal before they print it themselves."""
 
 
@@ -138,8 +138,8 @@ def give_up() -> None:
 def refuse(line: str) -> None:
     """Print the line, if local rank 0 of this node does not, and end torchrun."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    others_speak = under_torchrun() and os.environ.get("LOCAL_RANK") != "0"
-    if others_speak and orphaned_within(OTHERS_SPEAK + REFUSAL_TIMEOUT * (nodes > 1), os.getppid()):
+    may_stay_silent = under_torchrun() and os.environ.get("LOCAL_RANK") != "0"
+    if may_stay_silent and orphaned_within(SPEAKER_TIMEOUT + REFUSAL_TIMEOUT * (nodes > 1), os.getppid()):
         return
     say(f"evenkeel: {line}", to_stderr=True)
     if agent := torchrun_agent():

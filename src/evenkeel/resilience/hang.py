@@ -55,7 +55,7 @@ class Watch:
         world: this process among the others.
         store: of this attempt only; None if this process is alone.
         logs: folder for stacks.
-        on_alarm: is called once, by a thread, when any rank has found a hang.
+        on_alarm: is called once, by a thread, when any rank has found a hang (`Ending.hung`, by the interruption).
         on_saved: is called on each node with the step of each checkpoint that rank 0 has completed.
 
     Attributes:

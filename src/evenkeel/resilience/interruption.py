@@ -164,7 +164,7 @@ class Interruption:
                 continue  # such as SIGCHLD, for which torch has a handler
             self.begin_shutdown(reason, partial(self._on_stop, lambda: self.reason), STOPPED)
             if number != keeper_link.REGROUP:
-                keeper_link.send("stop")  # after the end has its limit: a keeper may not read
+                keeper_link.send("stop")  # once --grace runs: this blocks if the keeper does not read
 
     def _end(self, act: Callable[[], None], code: int) -> None:
         try:

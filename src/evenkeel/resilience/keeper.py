@@ -85,7 +85,7 @@ class Keeper:
     Args:
         train: the main program; does not return.
         changed: whether the source on disk differs from what this process has imported.
-        save: writes to the disk what a trainer has stored in memory.
+        save: writes to the disk what a trainer has stored in memory (`run.stored`).
     """
 
     def __init__(
@@ -134,9 +134,8 @@ class Keeper:
                 if self._stop_time:
                     self._end(STOPPED if written else KEYBOARD)
                 self._memory.keep_over_exec()
-                os.environ[keeper_link.COUNTS] = json.dumps(
-                    [self._forks, self._without_progress, self._furthest_first_step]
-                )
+                counts = [self._forks, self._without_progress, self._furthest_first_step]
+                os.environ[keeper_link.COUNTS] = json.dumps(counts)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
         end_store()
@@ -280,8 +279,8 @@ class Keeper:
 
     def _handle_end(self, code: int) -> bool:
         """Handle a trainer's end: report this rank's death to the other keepers, and return whether to fork another
-        trainer, by the first row that fits. Both "yes" of the last rows also need fewer than --keeper-restarts restarts
-        without progress, and this rank's death must have been reported to the other keepers.
+        trainer, by the first row that fits. The two "yes" also need fewer than --keeper-restarts restarts without
+        progress; the first also that the other keepers were told.
 
         a stop signal; refused input; the store in which ranks meet is gone     no
         finished                         only if another rank has died, which cannot finish without this one
@@ -336,7 +335,7 @@ class Keeper:
             self._peers.report_leaving()
         if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
             give_up()
-        # after a second Ctrl-C; or after the first, if it handles no signals yet: it has not sent --grace
+        # 130 means a second Ctrl-C only of a trainer that handled signals: it has sent --grace
         if code == KEYBOARD and "grace" in self._messages:
             self._exit_time = self._exit_time or time.monotonic()
         if not self._await_written():

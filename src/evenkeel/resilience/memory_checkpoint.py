@@ -169,7 +169,8 @@ def _identity(path: str) -> tuple[str, int, int]:
 
 
 class KeeperMemory:
-    """The state of the run that a keeper has in memory.
+    """The state of the run that a keeper has in memory. A descriptor stays open while it is in `_trainer_files`,
+    `_checkpoint` or `_writers`; `_close_unused` closes one that has left the last two.
 
     Args:
         save: writes it to the disk; called in a child, which then ends.

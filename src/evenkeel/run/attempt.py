@@ -76,7 +76,7 @@ class Attempt:
         world: who takes part; the process group need not exist yet.
         sets: the training data and those of the evaluation, by name, whose samples are compared among ranks and with
             the run so far.
-        cutter: from the recorded options of the run, on any node, to the options with the cut.
+        cutter: returns the options with the cut, from those that any node has recorded.
         fixed: options that may not change, although they may in other runs.
 
     Attributes:
@@ -234,6 +234,7 @@ class Attempt:
 
     def _write_start(self, directory: RunDirectory, nodes: NodeRecords) -> dict[str, Any]:
         """On rank 0: the part of :meth:`_record_start` that writes."""
+        # rank 0's own folder may still have an older run than another node's
         if nodes.replaces_old_run and (line := directory.start_over(nodes.tokens)):
             self.say(f"evenkeel: {line}")
         # another node may have gone on without this one

@@ -57,8 +57,8 @@ class Provenance:
     """
 
     best_by: tuple[str, str] | None = None
-    """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `Resume`, and by
-    `Evaluator`, as only an evaluation shows whether the loss decides."""
+    """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `Resume`;
+    again by `Evaluator`: without the assumed metric in the first evaluation the loss decides."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """`Attempt` completes it when the cut is decided; `Resume` sets rank 0's on all ranks."""
     bits_void_from: int | None = None

@@ -52,6 +52,7 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
     Raises:
         Refusal: nodes have different runs there (:func:`_of_one_run`).
     """
+    # of a rank that does not speak for its node: changes neither any() nor all()
     status, untrained, trained = dict[str, Any](), True, False
     if world.local_rank == 0:
         untrained = directory.untrained if directory else is_untrained(path)

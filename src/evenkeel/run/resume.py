@@ -100,7 +100,7 @@ class Resume:
         first_of_node = self._world.local_rank == 0
         while True:  # until one is whole: a damaged one is set aside
             offers = self._world.all_gather(rank_memory.offer(self._provenance.run_id))
-            if first_of_node and not any(offers):  # else a keeper's child writes that state
+            if first_of_node and not any(offers):  # with an offer, what is being written is in memory too
                 self._await_writer()
             on_disk = self._world.all_gather(self._checkpoints.newest_named_step() if first_of_node else 0)
             newest = max([*on_disk, *(offer.step for offer in offers if offer)])
@@ -147,8 +147,8 @@ class Resume:
         """The state that ranks have stored in memory, and its manifest. The same on all ranks."""
         world = self._world
         holder = next(rank for rank, offer in enumerate(in_memory) if offer)
-        before = rank_memory.previous(self._provenance.run_id) if in_memory[world.rank] else None
-        file = Path(before.path).open("rb") if before else open_first(filter(None, in_memory))  # noqa: SIM115
+        mine = rank_memory.previous(self._provenance.run_id) if in_memory[world.rank] else None
+        file = Path(mine.path).open("rb") if mine else open_first(filter(None, in_memory))  # noqa: SIM115
         everywhere = all(world.all_gather(file is not None))
         how = "read it" if everywhere else f"received it from rank {holder}"
         saved: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class Resume:
                 saved = torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True)
         if not everywhere:  # a machine has none
             saved = world.broadcast_tensors(saved, holder)
-        facts = world.broadcast(before.facts if before and world.rank == holder else None, holder)
+        facts = world.broadcast(mine.facts if mine and world.rank == holder else None, holder)
         assert facts
         log.info("continuing from step %d, which was in memory: %s", saved["step"], how)
         return manifest_of(facts), saved

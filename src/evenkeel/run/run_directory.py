@@ -189,7 +189,7 @@ def copy_run_records(path: Path, options: dict[str, Any], status: dict[str, Any]
     On a shared file system the folder is rank 0's own, which holds its lock, and nothing is done.
     """
     mine, _ = read_facts(path / "status.json")
-    # rank 0's own: known by its lock, although a cache is stale, and by its status, although nodes share no locks
+    # rank 0's own: locked (a cached status may be old), or of the same status (nodes may share no locks)
     if in_use(path) or mine == {name: fact for name, fact in status.items() if fact is not None}:
         return None
     aside = move_aside(path) if fresh and not is_restart(mine, status["launch"]) and is_run(path) else None

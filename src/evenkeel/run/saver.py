@@ -27,7 +27,7 @@ RANK_DELAY = 0.05
 """Seconds by which each rank of a node begins later: the lowest live one writes, and the others find its checkpoint."""
 
 DISK_TIMEOUT = 1.0
-"""Seconds in which a disk must answer which step is the newest there, before a rescue that memory is enough for."""
+"""Seconds that a rescue into memory first waits for the disk to say which step is its newest."""
 
 
 class Rescued(NamedTuple):
@@ -182,10 +182,7 @@ class Saver:
         # False: the checkpoint thread still writes; its disk may hang
         reserved = self._staging.reserve(begun + self._grace / 4)
         try:
-            # on a CPU nothing is copied: after capture(final=True) no step is committed. A GPU that hangs may still
-            # finish one, so its tensors are copied: into the reserved memory, or new if the checkpoint thread has that
-            staging = self._staging if reserved and not self._on_cpu else Staging(*self._devices, still=self._on_cpu)
-            captured = state.capture(half_time, staging, final=True)
+            captured = state.capture(half_time, self._memory_of_rescue(reserved), final=True)
             result = self._store_or_write(captured, in_place, local_rank, half_time)
         except (OSError, Torn, RuntimeError, MemoryError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
@@ -196,6 +193,13 @@ class Saver:
                 self._staging.release()
         log.info("%s, %.2f s after the end began", result.text, time.monotonic() - begun)
         return result
+
+    def _memory_of_rescue(self, reserved: bool) -> Staging:
+        """On a CPU nothing is copied, because no step is committed any more. A GPU that hangs may still finish one, so
+        its tensors are copied: into our memory, or into new one if the checkpoint thread has ours."""
+        if self._on_cpu:
+            return Staging(*self._devices, still=True)
+        return self._staging if reserved else Staging(*self._devices)
 
     def _store_or_write(self, captured: dict[str, Any], to_memory: bool, local_rank: int, until: float) -> Rescued:
         """Store a rescue's state for the keeper, if `to_memory`, or write it to the disk."""

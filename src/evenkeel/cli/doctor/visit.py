@@ -16,7 +16,7 @@ from ...common.display import say
 from ...common.errors import Refusal
 from ...common.processes import end_agent, orphaned_within, torchrun_agent
 from ...config import Config, devices_per_rank
-from ...distributed.exits import OTHERS_SPEAK, leave
+from ...distributed.exits import SPEAKER_TIMEOUT, leave
 from ...distributed.world import World
 from ...launch.topology import parse_master
 from ...tasks.command_line import parse
@@ -67,7 +67,7 @@ class Visit:
         if level != "FAIL":
             return 0
         agent = torchrun_agent()  # it would restart the ranks
-        if agent and (world.local_rank == 0 or not orphaned_within(OTHERS_SPEAK, agent)):
+        if agent and (world.local_rank == 0 or not orphaned_within(SPEAKER_TIMEOUT, agent)):
             end_agent(agent, failed=True)
         return 1
 
