@@ -25,8 +25,9 @@ from evenkeel.launch.k8s.text import document, escaped
 from evenkeel.launch.launchers import parse_arguments
 from evenkeel.resilience.interruption import STOPPED
 from tests.k8s.expansion import expanded, variables_of, words_of
-from tests.support.processes import ROOT, environment, run
+from tests.support.processes import ROOT, environment, fork
 from tests.support.readme import blocks
+from tests.support.small_runs import ended
 
 RUN = ["--", "--run-dir", "runs/big"]
 NASTY = [
@@ -235,8 +236,8 @@ def test_the_file_is_what_submit_makes() -> None:
     text = (ROOT / "k8s" / "job.yaml").read_text()
     (command,) = re.findall(r"^#   (k8s/submit.py .*)", text, re.MULTILINE)
     without = {name: None for name in environment() if name.startswith(("WANDB_", "NCCL_", "OMP_NUM_"))}
-    done = run([sys.executable, *shlex.split(command)], env={**without, "OMP_NUM_THREADS": None})
-    assert re.sub(r"^#.*\n|^\n", "", text, flags=re.MULTILINE) == done.stdout
+    made_by_it = ended(fork(*shlex.split(command), env={**without, "OMP_NUM_THREADS": None})).stdout
+    assert re.sub(r"^#.*\n|^\n", "", text, flags=re.MULTILINE) == made_by_it
 
 
 def test_the_line_of_the_readme() -> None:
