@@ -22,7 +22,7 @@ BUDGET = {
     "data": 3203,
     "distributed": 2645,
     "resilience": 1943,
-    "training": 6956,
+    "training": 6959,
     "run": 7608,
     "tasks": 2307,
     "mirror": 726,

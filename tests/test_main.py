@@ -1,12 +1,15 @@
 """The command `evenkeel`, as the package installs it."""
 
+import os
 import re
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from evenkeel.__main__ import run, subcommands
+from tests.support import needs
 from tests.support.processes import ROOT
 from tests.support.typed import typed
 
@@ -71,3 +74,16 @@ def test_help_of_an_action_says_it_once(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_without_any_command_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenkeel.__main__.COMMANDS", {"gone": "cli.gone.Gone"})
     assert typed("gone")[::2] == (2, "evenkeel: there are no commands: all have been deleted from this copy\n")
+
+
+@needs.root("act as another user")
+def test_a_folder_that_may_not_be_read_is_a_line(tmp_path: Path) -> None:
+    pytest.importorskip("evenkeel.cli.compare")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True, mode=0)
+    os.seteuid(65534)
+    try:
+        code, _, err = typed("compare", tmp_path / "run", tmp_path / "run")
+    finally:
+        os.seteuid(0)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.endswith(": Permission denied\n")

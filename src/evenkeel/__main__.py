@@ -88,6 +88,8 @@ def main() -> int:
     except BrokenPipeError:
         lose_stdout()
         return 0
+    except PermissionError as error:
+        raise Refusal(f"{error.filename}: {error.strerror}") from None
 
 
 def _command(arguments: list[str], known: dict[str, Callable[..., Any]], prog: str) -> Callable[[list[str]], int]:

@@ -620,7 +620,9 @@ def test_the_line_of_an_error_says_that_it_is_tried_again_and_why(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     for error in (OSError(5, "Input/output error"), Ended("no room")):
-        assert last_line(error, 2).endswith("; trying again, in case the machine is to blame (restart 3 of 3)")
+        assert last_line(error, 2).endswith(
+            "; torchrun may try again, in case the machine is to blame (restart 3 of 3)"
+        )
         assert "trying" not in last_line(error, 3)
 
 

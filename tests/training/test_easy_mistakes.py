@@ -389,6 +389,24 @@ def test_a_mistake_in_the_first_step_is_shown_with_what_the_batch_is(tmp_path: P
     assert "nothing to save" not in done.stdout, "before the cause"
 
 
+FETCHES = """
+    def train_dataset(self) -> Any:
+        class Shards(TensorDataset):
+            def __getitems__(self, rows: Any) -> Any:
+                if 63 in rows:
+                    raise KeyError("shard-7")
+                return [self[row] for row in rows]
+
+        return Shards(*super().train_dataset().tensors)
+"""
+
+
+def test_a_mistake_of_the_data_set_is_not_shown_with_the_batch_before(tmp_path: Path) -> None:
+    line = train(tmp_path, FETCHES, expect=1).stderr.splitlines()[-1]
+    assert "KeyError: 'shard-7'" in line
+    assert "the batch is" not in line
+
+
 def test_more_loader_processes_than_cores_are_a_line_and_not_one_for_each_set(tmp_path: Path) -> None:
     many = count_cores() + 1
     err = train(tmp_path, "    pass\n", "--num-workers", many, "--max-steps", 1).stderr

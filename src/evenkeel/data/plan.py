@@ -34,7 +34,7 @@ ENDLESS = 2**60
 
 Assignment: TypeAlias = Literal["share", "padded", "round_robin"]
 """Which micro-batches of a step a rank computes. "share": see `shares`. "padded": the same, but a rank with one fewer
-also repeats the step's first one, because each pass is a collective (--shard). "round_robin": padded, too."""
+also repeats the step's first, as each pass is a collective (--shard). "round_robin": dealt in turn, padded."""
 
 
 class MicroBatch(NamedTuple):
@@ -66,7 +66,7 @@ class Plan:
     max_steps: int = 0
     """Stop after this many steps in all; 0 means after the last epoch."""
     fixed_micro_batches: int = 0
-    """M, if it is fixed, as by --micro-batches: their sizes differ by at most one. 0: cut by size. Of either cut
+    """M, if it is fixed, as by --micro-batches: their sizes differ by at most one. 0: cut by size. Either way
     `micro_batches_per_step` is M."""
     left_out: int = 0
     """Positions at the end of each epoch that --drop-last drops; `samples` does not include them."""

@@ -115,7 +115,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        # is this rank idle? Its first step tells: no later one has more micro-batches. A stream has too many to look at
+        # is this rank idle? Its first step tells: who idles there idles in all later ones. A stream has too many to see
         if not steps or not self.micro_batches(steps.start):
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))

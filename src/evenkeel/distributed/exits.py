@@ -42,7 +42,7 @@ from .attempt_files import Claim, claim_first_failure, failed_alike, failed_befo
 from .causes import is_certain, is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
 AGAIN = "; the same error as before: not tried again"
-TRYING = "; trying again, in case the machine is to blame"
+TRYING = "; torchrun may try again, in case the machine is to blame"
 
 SPEAKER_TIMEOUT = 10.0
 """Seconds that other ranks of a node wait for local rank 0 to print a refusal before they print it themselves."""
@@ -65,8 +65,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 def _report(error: Exception) -> int:
     """Print an error that is no refusal, and tell the keeper and torchrun of it. Returns the exit code."""
-    rank, ended = os.environ.get("RANK", "0"), isinstance(error, Ended)
-    line, again = " ".join(str(error).split()) if ended else reason_of(error), False
+    rank, ended, again = os.environ.get("RANK", "0"), isinstance(error, Ended), False
+    line = " ".join(str(error).split()) if ended else reason_of(error)
     if keeper_link.has_keeper() and is_loss_of_a_rank(error) and not ended:
         keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
     else:
@@ -90,7 +90,7 @@ def prints(error: Exception, rank_0: bool, claim: Claim) -> bool:
     error                  rank 0                                           another rank
     Ended, EndedForGood    yes                                              no
     Uncollated             the first of its node                            the same
-    another EndedHere      also if its line differs: it names missing ranks the first of its node
+    another EndedHere      the first, or if its line differs from that     the first of its node
     any other              the first of its node                            the same
     """
     if isinstance(error, Ended) and not isinstance(error, EndedHere):

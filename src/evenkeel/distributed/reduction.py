@@ -47,7 +47,7 @@ class Reduction:
         self.all_buckets_ready = False
 
     def repeats(self, micro_batch_id: int) -> bool:
-        """Whether this rank computes a micro-batch that counts on another rank, as with --shard an idle rank does."""
+        """Whether a micro-batch counts on another rank: with --shard an idle rank only repeats one."""
         return False
 
     def accumulate(self, micro_batch_id: int) -> None:

@@ -56,7 +56,7 @@ class Watch:
         store: of this attempt only; None if this process is alone.
         logs: folder for stacks.
         on_alarm: is called once, by a thread, when any rank has found a hang (`Ending.hung`, by the interruption).
-        on_saved: is called on each node with the step of each checkpoint that rank 0 has completed.
+        on_saved: is called on each node with the newest step that rank 0 has saved, if it is new.
 
     Attributes:
         store: the part of it that is the watch's.

@@ -130,9 +130,9 @@ class Keeper:
             forget_error()
             if self._changed():
                 self._memory.save_slots()
-                written = self._await_written()
+                waited = self._await_written()
                 if self._stop_time:
-                    self._end(STOPPED if written else KEYBOARD)
+                    self._end(STOPPED if waited else KEYBOARD)
                 self._memory.keep_over_exec()
                 counts = [self._forks, self._without_progress, self._furthest_first_step]
                 os.environ[keeper_link.COUNTS] = json.dumps(counts)

@@ -98,8 +98,8 @@ class RankMemory:
         """Store a state for the keeper, which `write` writes into a file that can seek. Returns False if there is no
         keeper, or too little memory.
 
-        The last one of its kind (`facts["kind"]`) is lost first: the keeper shares one file for each, and two states
-        would need twice the memory. It is there only if the disk has refused it, as a full one does.
+        First discards the last one of its kind (`facts["kind"]`), which is there only if a full disk, say, has
+        refused it: there is one file for each kind, because two states would need twice the memory.
         """
         if (kind := facts["kind"]) not in self.files:
             return False
@@ -204,7 +204,7 @@ class KeeperMemory:
         """In the trainer, at its end: write its state to the disk itself if its keeper, a pid, has died."""
         if os.getppid() == keeper:
             return
-        for kind, facts in reversed([*rank_memory.facts.items()]):  # the later step first
+        for kind, facts in reversed([*rank_memory.facts.items()]):  # last stored first
             self._save(MemoryCheckpoint(rank_memory.files[kind], facts))
         if not rank_memory.facts and (stored := self.in_slots()):
             self._save(stored)

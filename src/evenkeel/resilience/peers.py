@@ -49,17 +49,17 @@ class Peers:
         self.interval = max(0.05, world_size / 5000)
         """Seconds between two questions: the store serves some ten thousand a second."""
         self._generation = ""
-        self._connection: Store | None = None
+        self._job_store: Store | None = None
         self._store: Store | None = None
-        self._sockets: list[socket.socket] = []  # of the connection
+        self._sockets: list[socket.socket] = []  # of the job's
 
     def join(self, generation: str) -> None:
         """Exchange messages from now on with the ranks that meet under this name; "": with none yet."""
         self._generation, self._store = generation, None
         if generation:  # the store has just answered this rank, so connecting will not block the keeper
             with contextlib.suppress(RuntimeError, OSError, EndedHere):
-                self._connection = self._connection or self._connect()
-                self._store = generation_store(self._connection, self._world_size, generation)
+                self._job_store = self._job_store or self._connect()
+                self._store = generation_store(self._job_store, self._world_size, generation)
 
     def _connect(self) -> Store:
         """A connection with a time-out on its socket, because some of torch's requests have none."""
@@ -75,7 +75,7 @@ class Peers:
     def _disconnect(self) -> None:
         """Give up on a store that is gone or too slow, until the next generation meets in it: a new connection to a
         frozen one would never end."""
-        self._connection = self._store = None
+        self._job_store = self._store = None
         self._sockets = []
 
     def _rejoin(self) -> None:

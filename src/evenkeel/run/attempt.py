@@ -5,7 +5,7 @@ To make an `Attempt` needs no other rank: rank 0 locks the run's folder, and eac
 
 1. gathers what each node has recorded of the run;
 2. refuses options that differ, then other data; decides the cut; then refuses other bits, with --strict-bits;
-3. records the start in status.json, and returns if the run is finished;
+3. returns if the run is finished, or records the start in status.json;
 4. opens each rank's log;
 5. ends a run whose last attempts all died before they had finished a step;
 6. starts the tracker on rank 0, which from then on leads (`Attempt.lead`).
@@ -163,7 +163,7 @@ class Attempt:
             raise
 
     def begin(self, find_micro_batch: Callable[[], tuple[int, str]]) -> bool:
-        """Record the start of an attempt on every rank; True if the run is finished already.
+        """Record the start of an attempt on all ranks; True: the run was finished already.
 
         Args:
             find_micro_batch: is called on all ranks if a new run has --micro-batch auto.

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..common.display import near
-from ..common.errors import Ended, EndedForGood
+from ..common.errors import Ended
 from ..data.batch import collate, described, tensors_in
 from ..data.data_digest import TRAINING
 from ..data.dataset import inner_index
@@ -49,24 +49,17 @@ def name_samples(error: BaseException, attempt: Attempt, state: State) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
-def bad_samples(error: BaseException, attempt: Attempt, state: State) -> EndedForGood | None:
-    """The error for a step that was not finite because some of its samples are not, the same on all ranks; else
-    None."""
-    if isinstance(error, NonFinite):
-        with contextlib.suppress(Exception):  # the search may read what cannot be read
-            if bad := _not_finite(attempt, state, state.step):
-                return EndedForGood(
-                    f"the loss or the gradient of step {state.step + 1} is not finite: {_listed(bad, attempt)} has "
-                    "values that are not finite; mend the data, or skip such steps by --on-nonfinite skip"
-                )
-    return None
-
-
 def say_hints(error: BaseException, attempt: Attempt, state: State) -> None:
-    """Say on rank 0, after a step that was not finite, the command that looks into it."""
-    package = __package__.partition(".")[0]
-    if isinstance(error, NonFinite) and find_spec(f"{package}.time_travel"):
-        command = f"python -m {package} replay {shlex.quote(str(near(attempt.path)))} --step {state.step + 1}"
+    """Say on rank 0, after a step that was not finite, which of its samples are not, and the command that looks into
+    it. A hint only: the search has little time, and a value may be masked."""
+    if not (isinstance(error, NonFinite) and attempt.lead):
+        return
+    step, package = state.step, __package__.partition(".")[0]
+    with contextlib.suppress(Exception):  # the search may read what cannot be read
+        if bad := _not_finite(attempt, state, step):
+            attempt.say(f"evenkeel: {_listed(bad, attempt)} of step {step + 1} has values that are not finite")
+    if find_spec(f"{package}.time_travel"):
+        command = f"python -m {package} replay {shlex.quote(str(near(attempt.path)))} --step {step + 1}"
         attempt.say(f"evenkeel: to see where it begins: {command}")
 
 

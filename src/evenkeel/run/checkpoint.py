@@ -49,7 +49,7 @@ WRITER_TIMEOUT = 10.0
 
 @dataclass
 class Checkpoints:
-    """The folder of a run's checkpoints. Rank 0 writes it; another rank writes only rescues."""
+    """The folder of a run's checkpoints. Rank 0 writes it; other ranks rescues, or rows."""
 
     folder: Path
     """In a run an absolute path: the task may change the working directory."""
@@ -73,7 +73,7 @@ class Checkpoints:
         return max(map(step_of, self.all()), default=0)
 
     def newest_named_step(self) -> int:
-        """Step of the newest checkpoint, complete or not, also if only its old copy is there (`replaced`); else 0."""
+        """Step of the newest checkpoint, complete or not, or of a newer *.old (`replaced`); 0 if there is none."""
         return max(map(step_of, [*step_folders(self.folder), *replaced(self.folder).values()]), default=0)
 
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:

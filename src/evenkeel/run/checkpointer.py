@@ -42,7 +42,7 @@ class Checkpointer:
         self.saver = make(attempt.checkpoints, devices, config.grace, self._record_saved, memory, ranks)
 
     def after_step(self, metrics: dict[str, float]) -> None:
-        """Report an evaluation, and save if a checkpoint is due or the evaluation is the best so far.
+        """Report an evaluation, and save if a checkpoint is due or the evaluation is among the best.
 
         Called after each step but the last, and after an evaluation that a resumed run repeats. A checkpoint that
         cannot be written is reported with the next step, and training goes on: the old one stays.
@@ -65,7 +65,7 @@ class Checkpointer:
             saver.start(state, metrics)
 
     def _improves(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation is the best so far; the same on all ranks that save."""
+        """Whether an evaluation is among the best; the same on all ranks that save."""
         here = self._attempt.lead is not None and self.saver.checkpoints.improves(metrics)
         return bool(self._attempt.world.broadcast(here)) if self._state.sharding else here
 

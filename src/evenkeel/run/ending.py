@@ -8,7 +8,7 @@ a collective raised for that     main           memory          failed     1    
 hang                             rescue         memory          failed     1        in place, if within reach
 error, NaN, out of memory        main           disk            failed     1        torchrun decides (`exits`)
 `Unfit`: its bits may be wrong   -              nowhere         failed     1        torchrun decides
-killed                           other ranks'   memory          as before  -signal  in place
+killed                           other ranks    memory          as before  -signal  in place
 --grace is over                  as far as it got               as before  as above as above; a hang: torchrun decides
 """
 
@@ -37,7 +37,7 @@ from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
 from . import crash_loop
 from .attempt import Attempt
-from .blame import bad_samples, say_hints
+from .blame import say_hints
 from .checkpoint import known_step
 from .checkpointer import Checkpointer
 from .records import read_facts
@@ -148,7 +148,6 @@ class Ending:
 
         Raises:
             OutOfMemory: if memory has run out: the same error, with an explanation.
-            EndedForGood: if the step had bad samples: the same.
         """
         out_of_memory = is_out_of_memory(error)
         lost = keeper_link.has_keeper() and not out_of_memory and is_loss_of_a_rank(error)  # then the keeper reports
@@ -157,15 +156,12 @@ class Ending:
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # `exit_code` prints the traceback
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost).text
-        if out_of_memory:
-            # after the save: nvidia-smi may take long
-            line = explained(error, self._world.device, self._attempt.config)
-            self._record_failure(OutOfMemory(line), saved)
-            raise OutOfMemory(f"{line}; {saved}") from error
-        found = bad_samples(error, self._attempt, self._state)
-        self._record_failure(found or error, saved, lost)
-        if found:
-            raise found from error
+        if not out_of_memory:
+            self._record_failure(error, saved, lost)
+            return
+        line = explained(error, self._world.device, self._attempt.config)  # after the save: nvidia-smi may take long
+        self._record_failure(OutOfMemory(line), saved)
+        raise OutOfMemory(f"{line}; {saved}") from error
 
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun, in this order:

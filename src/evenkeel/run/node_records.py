@@ -70,7 +70,7 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
 
 
 def _of_one_run(path: Path, statuses: Sequence[Mapping[str, Any]], trained: Sequence[bool]) -> list[dict[str, Any]]:
-    """The statuses of the run that goes on, of the nodes that have one. If a node has trained, those that have not are
+    """The statuses of the run that goes on, of the nodes that have one. If one has trained, those of another run are
     left out.
 
     Raises:

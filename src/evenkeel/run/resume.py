@@ -100,7 +100,7 @@ class Resume:
         first_of_node = self._world.local_rank == 0
         while True:  # until one is whole: a damaged one is set aside
             offers = self._world.all_gather(rank_memory.offer(self._provenance.run_id))
-            if first_of_node and not any(offers):  # with an offer, what is being written is in memory too
+            if first_of_node and not any(offers):  # what children of keepers write is among the offers
                 self._await_writer()
             on_disk = self._world.all_gather(self._checkpoints.newest_named_step() if first_of_node else 0)
             newest = max([*on_disk, *(offer.step for offer in offers if offer)])

@@ -211,17 +211,21 @@ def _write_config(path: Path, options: dict[str, Any]) -> None:
 def _lock(path: Path, timeout: float) -> IO[bytes]:
     """Lock the folder until this process ends, however it ends."""
     file = (path / ".lock").open("ab")
-    holder, _ = read_facts(path / "status.json")
     # seconds before it says that it waits: a dying predecessor needs less, a job of another command more
-    silent = 0.0 if restarts_elsewhere(holder) else min(1.0, timeout)
-    if _try_lock(file, path, time.monotonic() + silent):
+    silent = 0.0 if restarts_elsewhere(read_facts(path / "status.json")[0]) else min(1.0, timeout)
+    if _take(file, path, time.monotonic() + silent):
         return file
-    where = f"--run-dir {near(path)}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     if timeout > silent:
-        say(f"evenkeel: {where}; waiting up to {timeout - silent:.0f} s, in case it is ending", to_stderr=True)
-    if not _try_lock(file, path, time.monotonic() + timeout - silent):
-        raise Refusal(f"{where}; stop that job or name another folder")
+        say(f"evenkeel: {_held(path)}; waiting up to {timeout - silent:.0f} s, in case it is ending", to_stderr=True)
+    if not _take(file, path, time.monotonic() + timeout - silent):
+        raise Refusal(f"{_held(path)}; stop that job or name another folder")
     return file
+
+
+def _held(path: Path) -> str:
+    """That a folder is in use, and by whom."""
+    holder, _ = read_facts(path / "status.json")
+    return f"--run-dir {near(path)}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
 
 
 def _close(file: weakref.ref[IO[bytes]]) -> None:
@@ -230,7 +234,7 @@ def _close(file: weakref.ref[IO[bytes]]) -> None:
         copy.close()
 
 
-def _try_lock(file: IO[bytes], path: Path, until: float) -> bool:
+def _take(file: IO[bytes], path: Path, until: float) -> bool:
     """Lock the file, but not between the death of another job's rank 0 and its restart."""
     while try_lock(file, until):
         if not restarts_elsewhere(read_facts(path / "status.json")[0]):

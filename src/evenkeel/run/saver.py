@@ -114,7 +114,7 @@ class Saver:
     def _save(self, finish_capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
             captured = finish_capture()
-            # if they differ, a GPU has undone this step, and the next commit ends the run
+            # else a GPU has undone this step, and the next commit ends the run
             if captured["step"] == self.step:
                 self._write(captured, metrics)
         finally:
@@ -201,11 +201,11 @@ class Saver:
             return Staging(*self._devices, still=True)
         return self._staging if reserved else Staging(*self._devices)
 
-    def _store_or_write(self, captured: dict[str, Any], to_memory: bool, local_rank: int, until: float) -> Rescued:
-        """Store a rescue's state for the keeper, if `to_memory`, or write it to the disk."""
+    def _store_or_write(self, captured: dict[str, Any], in_place: bool, local_rank: int, until: float) -> Rescued:
+        """Store a rescue's state for the keeper, if `in_place`, or write it to the disk."""
         if (step := captured["step"]) == 0:  # a GPU has not finished the first one
             return NOTHING_NEW
-        if to_memory and step > self._newest_on_disk() and self._store_in_memory(captured, {}, "snapshot"):
+        if in_place and step > self._newest_on_disk() and self._store_in_memory(captured, {}, "snapshot"):
             return Rescued("memory", f"step {step} is stored in memory")
         begun = time.monotonic()
         # not before the capture: steps that finish meanwhile would be lost

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..common.display import near
@@ -58,16 +59,22 @@ def report_finished(
         took += f", and was down for {dead:.0f} s more (no process, or a hang)"
     took += f", {why}" if why else ""
     result = f": {shown(metrics)}" if metrics else ""
-    best = attempt.checkpoints.best_path()
+    best = _best(attempt)
     other = f"; the best: {near(best)}" if best and step_of(best) != step else ", also the best" * bool(best)
     attempt.say(f"evenkeel: finished in {took}{result}  -> {near(attempt.path) / 'model.pt'} (last step{other})")
-    tracker.send(step, _best(attempt, step, metrics))
+    tracker.send(step, _best_metrics(best, step, metrics))
     tracker.close()
 
 
-def _best(attempt: Attempt, step: int, metrics: dict[str, float]) -> dict[str, float]:
+def _best(attempt: Attempt) -> Path | None:
+    """The best checkpoint, if there is one and the disk can say so: the run is over, and not to fail any more."""
+    with contextlib.suppress(OSError):
+        return attempt.checkpoints.best_path()
+    return None
+
+
+def _best_metrics(best: Path | None, step: int, metrics: dict[str, float]) -> dict[str, float]:
     """The evaluation of the best checkpoint, else the last one, for trackers."""
-    best = attempt.checkpoints.best_path()
     with contextlib.suppress(Damaged):
         if best:
             step, metrics = step_of(best), read_manifest(best).metrics

@@ -183,7 +183,7 @@ class Evaluation:
                 except Exception as error:
                     note_batch(error, batch)
                     raise
-                if number < counted:  # further ones are not its own: it repeats them, so that other ranks can go on
+                if number < counted:  # the rest are repeats, so that other ranks can go on
                     take(computed, micro_batch.size)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ..common.errors import EndedHere, place_of
 from ..common.memory import is_out_of_memory
-from ..common.phases import CHECKPOINT, COMPUTING, EVALUATION, activity
+from ..common.phases import CHECKPOINT, COMPUTING, EVALUATION, REDUCTION, activity
 from ..common.versions import TORCH_FOR_SHARDING, numbers
 from ..config import Config, unshardable
 from ..data.batch import tensors_in
@@ -48,9 +48,12 @@ def explaining(main: Callable[[], T]) -> Callable[[], T]:
 
 def note_batch(error: BaseException, batch: Any, remedy: str = "", micro_batch: MicroBatch | None = None) -> None:
     """Attach the phase, the shapes of the batch and a specific remedy to an out-of-memory error that is being raised;
-    an error that already has a remedy is not changed. To another error, attach the batch and its micro-batch."""
-    with contextlib.suppress(Exception):  # its attributes may be read-only
-        error.micro_batch = batch, micro_batch if activity.phase == COMPUTING else None  # type: ignore[attr-defined]
+    an error that already has a remedy is not changed. To another error of a pass, attach the batch and, in a forward
+    pass, its micro-batch."""
+    if activity.phase in (COMPUTING, REDUCTION, EVALUATION):  # not while the next batch is loaded
+        with contextlib.suppress(Exception):  # its attributes may be read-only
+            where = micro_batch if activity.phase == COMPUTING else None
+            error.micro_batch = batch, where  # type: ignore[attr-defined]
     if is_out_of_memory(error) and not getattr(error, "remedy", ""):
         activity.attach_phase(error)
         error.remedy = remedy  # type: ignore[attr-defined]

@@ -83,8 +83,8 @@ class Staging:
 
         Args:
             tree: what to copy. A tensor that is new or has another shape gets new memory.
-            ends: how many tensors are copied before all others, and how many after them (`seqlock`), in the order of
-                the dicts.
+            ends: so many of the first tensors are copied before all others, so many of the last after them
+                (`seqlock`).
 
         Returns:
             The copy, and the function that fills in its tensors. Any thread may call it. It passes all tensors to
