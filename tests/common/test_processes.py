@@ -57,11 +57,12 @@ AGENT = """
 import os, signal, time
 from evenkeel.common.processes import FAILURE, end_agent
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as a keeper does
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, FAILURE})  # the first as a keeper does
 signal.signal(FAILURE, lambda *_: os.kill(keeper, signal.SIGTERM))  # as an agent of ours: it ends what it has started
 if not (keeper := os.fork()):
     end_agent(os.getppid(), by=FAILURE)
     os._exit(3)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {FAILURE})  # now its handler knows the keeper
 deadline = time.monotonic() + 4
 while time.monotonic() < deadline and not (ended := os.waitpid(keeper, os.WNOHANG))[0]:
     time.sleep(0.02)
