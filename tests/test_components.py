@@ -17,16 +17,16 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1972,
+    "common": 1975,
     "config": 601,
     "data": 3203,
     "distributed": 2645,
-    "resilience": 1943,
+    "resilience": 1945,
     "training": 6959,
     "run": 7608,
     "tasks": 2307,
     "mirror": 726,
-    "launch": 3193,
+    "launch": 3209,
     "cli": 7530,
     "time_travel": 1690,
 }

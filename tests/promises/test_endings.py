@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,21 @@ def test_a_slow_disk_gets_the_last_step_once_and_so_within_the_grace(tmp_path: P
     words = job(run_dir, *RARE, "--pause", 0.2, "--grace", 12, "--task", task)
     assert runs.signal_ranks_at(3, run_dir, fork_ranks(3, TRAIN, *words), TERM) == [75] * 3
     assert saved_step(run_dir) >= told_step(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("second", "saves"), [(INT, False), (TERM, True)])
+def test_a_second_ctrl_c_for_a_launcher_ends_a_slow_save(tmp_path: Path, second: signal.Signals, saves: bool) -> None:
+    """For the ranks torchrun makes both signals a SIGTERM; and LSF sends the second of them."""
+    run_dir, task = tmp_path / "run", runs.slow_disk(tmp_path, 8)
+    process = start([*launcher(2), *job(run_dir, *RARE, "--pause", 0.2, "--task", task)], env=runs.OWN)
+    wait_for_step(run_dir, 3, process)
+    process.send_signal(INT)
+    time.sleep(1.5)
+    process.send_signal(second)
+    done = finish(process)
+    assert ("second stop signal: exiting without saving" in done.stderr) != saves, done.stderr
+    assert (saved_step(run_dir) >= told_step(run_dir)) == saves
 
 
 @pytest.mark.slow

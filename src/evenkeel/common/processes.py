@@ -192,8 +192,8 @@ def torchrun_agent() -> int | None:
     return parent if under_torchrun() and named else None
 
 
-def ends_with_traceback(launcher: int) -> bool:
-    """Whether a process is plain torchrun, which prints a traceback when a signal stops it, and not our agent."""
+def is_plain_torchrun(launcher: int) -> bool:
+    """Whether a process is torchrun, which prints a traceback when a signal stops it, and not our agent."""
     return process_name(launcher) == "pt_elastic" and not _in_mask(launcher, "SigCgt", REFUSAL)
 
 
@@ -213,8 +213,7 @@ def end_agent(agent: int, failed: bool = False, by: signal.Signals = REFUSAL) ->
     --tee, which has still to print what it captured; and one that should end with exit code 1 (`failed`).
     """
     with contextlib.suppress(OSError):  # it has just ended
-        children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
-        workers = [child for child in children if child != os.getpid() and _is_of_torchrun(child)]
+        workers = [rank for rank in ranks_of(agent) if rank != os.getpid()]
         shown = os.path.samestat(Path(f"/proc/{agent}/fd/2").stat(), os.fstat(2))
         quiet = shown and agent != 1 and not failed
         number = by if _in_mask(agent, "SigCgt", by) else REFUSAL if quiet else signal.SIGTERM
@@ -227,11 +226,15 @@ def end_agent(agent: int, failed: bool = False, by: signal.Signals = REFUSAL) ->
     orphaned_within(5, agent)
 
 
-def _is_of_torchrun(pid: int) -> bool:
-    """Whether a child of torchrun is a rank, and not from a shell that became torchrun by `exec`."""
+def ranks_of(agent: int) -> list[int]:
+    """The ranks that a torchrun has started, by pid; not children from a shell that became torchrun by `exec`."""
+    found = []
     with contextlib.suppress(OSError):
-        return b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    return False
+        for child in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
+            with contextlib.suppress(OSError):
+                if b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
+                    found.append(child)
+    return found
 
 
 def orphaned_within(seconds: float, parent: int) -> bool:

@@ -30,10 +30,10 @@ from ..common.arguments import some_options
 from ..common.display import say_stopped_at_start
 from ..common.errors import REFUSED, Refusal
 from ..common.network import Unanswered, Waiting, meet
-from ..common.processes import AGENT_SIGNALS, FAILURE, REFUSAL, survives_the_terminal
+from ..common.processes import AGENT_SIGNALS, FAILURE, REFUSAL, STOP_SIGNALS, ranks_of, survives_the_terminal
 from ..distributed.attempt_files import said_first
 from ..resilience import heartbeat
-from ..resilience.interruption import STOPPED
+from ..resilience.interruption import STOPPED, means_exit_now
 from ..run.records import read_config
 from .topology import JOIN_SECONDS, parse_master
 
@@ -162,8 +162,24 @@ def heed_signals() -> list[signal.Signals]:
         signal.signal(number, stop)
     for number in (REFUSAL, FAILURE):
         signal.signal(number, _refuse)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # with --mirror its own, and then a rank saves
+    threading.Thread(target=_pass_on_ctrl_c, args=(read,), name="ctrl-c", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, AGENT_SIGNALS)  # a launcher blocks two before it becomes this program
     return signals
+
+
+def _pass_on_ctrl_c(signals: int) -> None:
+    """Send a second Ctrl-C to the ranks as one: torchrun sends SIGTERM, which ends no save (`means_exit_now`)."""
+    first = 0.0
+    while True:
+        (number,) = os.read(signals, 1)
+        if means_exit_now(number, first, time.monotonic()):
+            for rank in ranks_of(os.getpid()):
+                with contextlib.suppress(OSError):
+                    os.kill(rank, signal.SIGINT)
+        first = first or (number in STOP_SIGNALS and time.monotonic())
 
 
 def _refuse(number: int, _frame: object) -> None:

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 def means_exit_now(number: int, first: float, now: float) -> bool:
     """Whether a stop signal says "exit at once, without saving", to a trainer as to its keeper: only SIGINT does, a
     second Ctrl-C. SIGTERM may be repeated, and LSF sends it after SIGINT, to a job that should save. torchrun sends it
-    in place of a second Ctrl-C too: a rank cannot tell these apart, and a wait costs less than a lost step.
+    in place of a second Ctrl-C too, but our agent also SIGINT; a wait costs less than a lost step.
     `first`: when the first stop signal came, whichever it was; 0: none has come."""
     return bool(first) and number == signal.SIGINT and now - first > PRESS_WINDOW
 

@@ -49,6 +49,7 @@ from ..common.processes import (
     clean_up_before_exit,
     die_with_parent,
     handled_stop_signals,
+    is_plain_torchrun,
     name_process,
     signal_name,
     under_torchrun,
@@ -268,8 +269,9 @@ class Keeper:
                 break
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
                 announced, again = True, " again" * (self._stop_signal == signal.SIGINT)
-                # torchrun makes SIGTERM of a Ctrl-C
-                press = f"type `kill -INT {os.getpid()}`" if under_torchrun() else f"press Ctrl-C{again}"
+                # torchrun makes SIGTERM of a second Ctrl-C
+                plain = is_plain_torchrun(os.getppid())
+                press = f"type `kill -INT {os.getpid()}`" if plain else f"press Ctrl-C{again}"
                 _say(
                     f"{signal_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the "
                     f"disk; {press} to exit without it"

@@ -27,7 +27,7 @@ from ..common.errors import FAILED, Ended, Refusal, Unfit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory
 from ..common.phases import CHECKPOINT, activity
-from ..common.processes import ends_with_traceback
+from ..common.processes import is_plain_torchrun
 from ..distributed.causes import cause_of, is_loss_of_a_rank
 from ..resilience.diagnosis import Diagnosis
 from ..resilience.hang import Watch
@@ -133,7 +133,7 @@ class Ending:
         if regroups:
             self._attempt.say(f"evenkeel: rank 0 lost another rank; {rescued.text}; it starts again")
             return
-        more = " (torchrun may print a traceback; that is not an error)" * ends_with_traceback(keeper_link.launcher())
+        more = " (torchrun may print a traceback; that is not an error)" * is_plain_torchrun(keeper_link.launcher())
         next_elsewhere = self._world.world_size > 1 and rescued.where == "disk"
         more = ", or one step on if another rank has saved that" * next_elsewhere + more
         restart = "a restart or " * (reason == "SIGTERM")  # torchrun sends it also when another rank has failed
