@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2645,
     "resilience": 1945,
     "training": 6959,
-    "run": 7608,
+    "run": 7613,
     "tasks": 2307,
     "mirror": 726,
     "launch": 3209,

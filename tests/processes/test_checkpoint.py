@@ -44,6 +44,15 @@ def test_a_run_on_a_full_disk_goes_on_loudly_and_does_not_finish(tmp_path: Path)
         assert not [name for name in ("summary.json", "model.pt") if (run_dir / name).exists()]
 
 
+def test_a_run_that_finds_no_room_for_its_end_is_not_trained_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "300k") as folder:
+        options = ["--run-dir", folder / "run", "--max-steps", 5, "--checkpoint-every", 0, "--wandb", "disabled"]
+        launcher = [sys.executable, "launch/single_node.py", "-g", "1", "--max-restarts", "2", "--"]
+        said = run([*launcher, *options], expect=2).stderr
+        assert said.count("not finished: step 5 cannot be written: [Errno 28]") == 1
+        assert len(records(folder / "run", "start")) == 1
+
+
 @needs.sharding
 def test_no_rank_of_a_sharded_run_ends_by_a_traceback_if_its_last_checkpoint_finds_no_room(tmp_path: Path) -> None:
     with small_disk(tmp_path, "140k") as folder:

@@ -272,7 +272,7 @@ def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> N
     os.kill(workers_of(process)[1], signal.SIGKILL)
     wait_for_start(run_dir, 2)
     assert keepers_of(process) == keepers, "the same processes, so that torchrun sees nothing"
-    ended(process)
+    assert "WARNING: own.py has changed; from step" in ended(process).stderr
     factors = [record["test/factor"] for record in records(run_dir, "eval")]
     assert (factors[0], factors[-1]) == (1, 2)
 

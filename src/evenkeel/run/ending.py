@@ -15,6 +15,7 @@ killed                           other ranks    memory          as before  -sign
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from ..common import keeper_link
-from ..common.errors import FAILED, Ended, Refusal, Unfit
+from ..common.errors import FAILED, Ended, EndedForGood, Refusal, Unfit
 from ..common.files import write_atomically, write_json
 from ..common.memory import is_out_of_memory
 from ..common.phases import CHECKPOINT, activity
@@ -93,7 +94,9 @@ class Ending:
             weights = weights or cpu_state_dict(state.best_model)
             spent = self._write_last(lead.directory, metrics, early_reason, weights)
         except OSError as error:
-            raise Ended(
+            # without room another attempt would only train this again
+            kind = EndedForGood if error.errno in (errno.ENOSPC, errno.EDQUOT) else Ended
+            raise kind(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
                 f"{known_step(self._saver.checkpoints)}; free space and run the same command again"
             ) from error
@@ -134,8 +137,6 @@ class Ending:
             self._attempt.say(f"evenkeel: rank 0 lost another rank; {rescued.text}; it starts again")
             return
         more = " (torchrun may print a traceback; that is not an error)" * is_plain_torchrun(keeper_link.launcher())
-        next_elsewhere = self._world.world_size > 1 and rescued.where == "disk"
-        more = ", or one step on if another rank has saved that" * next_elsewhere + more
         restart = "a restart or " * (reason == "SIGTERM")  # torchrun sends it also when another rank has failed
         then = f"{restart}the same command continues there{more}"
         self._attempt.say(f"evenkeel: stopped by {reason}; {rescued.text}; {then}")

@@ -62,6 +62,10 @@ def _report_bits(config: Config, others: Differences, step: int, tracker: Tracke
             "mixing, BatchNorm's groups and the last bits change; if that matters, add %s, the cut before",
             step, cut_in_words(now), cut_in_words(before), flag("{} {}".format(*read_cut(before))),
         )  # fmt: skip
+    own = [it.removeprefix("code:") for it in others if it.startswith("code:") and not it.startswith("code:evenkeel/")]
+    if own:
+        names = ", ".join(own)
+        log.warning("%s has changed; from step %d on the run has the new code (--fresh: all of it)", names, step)
     if others:
         # with the ring the bits also depend on the number of ranks, and are not promised
         level = logging.WARNING if config.reduce == "tree" or "strategy" in others else logging.INFO
