@@ -10,7 +10,7 @@ from ..common.phases import activity
 from ..config import Config
 from ..training.freezing import left_evaluating, left_out, unregistered
 from ..training.state import State
-from .fingerprint import MICRO_BATCH, Differences, cut_in_words, describe, read_cut
+from .fingerprint import MICRO_BATCH, UNSET, Differences, cut_in_words, describe, read_cut
 from .records import TAIL, evaluation_in, read_records
 from .resume import Resume
 from .run_directory import RunDirectory
@@ -62,8 +62,8 @@ def _report_bits(config: Config, others: Differences, step: int, tracker: Tracke
             "mixing, BatchNorm's groups and the last bits change; if that matters, add %s, the cut before",
             step, cut_in_words(now), cut_in_words(before), flag("{} {}".format(*read_cut(before))),
         )  # fmt: skip
-    own = [it.removeprefix("code:") for it in others if it.startswith("code:") and not it.startswith("code:evenkeel/")]
-    if own:
+    files = [name for name, change in others.items() if name.startswith("code:") and UNSET not in change]
+    if own := [name.removeprefix("code:") for name in files if not name.startswith("code:evenkeel/")]:
         names = ", ".join(own)
         log.warning("%s has changed; from step %d on the run has the new code (--fresh: all of it)", names, step)
     if others:
