@@ -26,7 +26,7 @@ BUDGET = {
     "run": 7613,
     "tasks": 2307,
     "mirror": 726,
-    "launch": 3209,
+    "launch": 3210,
     "cli": 7530,
     "time_travel": 1690,
 }

@@ -90,7 +90,7 @@ def prints(error: Exception, rank_0: bool, claim: Claim) -> bool:
     error                  rank 0                                           another rank
     Ended, EndedForGood    yes                                              no
     Uncollated             the first of its node                            the same
-    another EndedHere      the first, or if its line differs from that     the first of its node
+    another EndedHere      the first, or if its line differs from that      the first of its node
     any other              the first of its node                            the same
     """
     if isinstance(error, Ended) and not isinstance(error, EndedHere):

@@ -179,7 +179,8 @@ def _pass_on_ctrl_c(signals: int) -> None:
             for rank in ranks_of(os.getpid()):
                 with contextlib.suppress(OSError):
                     os.kill(rank, signal.SIGINT)
-        first = first or (number in STOP_SIGNALS and time.monotonic())
+        if not first and number in STOP_SIGNALS:
+            first = time.monotonic()
 
 
 def _refuse(number: int, _frame: object) -> None:
