@@ -33,7 +33,7 @@ from evenkeel.distributed.exits import exit_code
 from evenkeel.distributed.world import World
 from evenkeel.mirror import copying
 from evenkeel.run.attempt import Attempt
-from evenkeel.run.records import MIRRORED
+from evenkeel.run.earlier_run import MIRRORED
 from evenkeel.run.run import Run
 from evenkeel.tasks.classify import Classify
 

@@ -23,12 +23,12 @@ BUDGET = {
     "distributed": 2645,
     "resilience": 1945,
     "training": 6959,
-    "run": 7613,
-    "tasks": 2307,
+    "run": 7639,
+    "tasks": 2308,
     "mirror": 726,
     "launch": 3210,
-    "cli": 7530,
-    "time_travel": 1690,
+    "cli": 7532,
+    "time_travel": 1691,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
 

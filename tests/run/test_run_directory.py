@@ -26,9 +26,10 @@ from evenkeel.common.errors import Ended, Refusal
 from evenkeel.common.files import read_json, write_atomically, write_json
 from evenkeel.distributed.world import RESTART_TIMEOUT
 from evenkeel.run import crash_loop, run_directory
+from evenkeel.run.earlier_run import is_run, is_untrained
 from evenkeel.run.identity import Identity, prepare_folder
 from evenkeel.run.launch_token import launch_token
-from evenkeel.run.records import is_run, is_untrained, read_config, read_facts
+from evenkeel.run.records import read_config, read_facts
 from evenkeel.run.run_directory import RunDirectory, copy_run_records
 from evenkeel.tasks.classify import Classify
 from tests.support.processes import ROOT

@@ -8,7 +8,7 @@ import pytest
 from evenkeel.common.errors import Refusal
 from evenkeel.config import Config
 from evenkeel.run.build import refuse_old_torch
-from evenkeel.run.records import MIRRORED
+from evenkeel.run.earlier_run import MIRRORED
 from evenkeel.run.start_checks import refuse_unmirrored
 
 

@@ -15,7 +15,7 @@ from evenkeel.config import Config
 from evenkeel.data.plan import Plan
 from evenkeel.distributed.world import World
 from evenkeel.launch.topology import Topology, torchrun
-from evenkeel.run.records import recorded_options
+from evenkeel.run.earlier_run import recorded_options
 from evenkeel.tasks.classify import Classify
 from evenkeel.training.checks import raise_explained
 from evenkeel.training.cut import (

@@ -21,8 +21,8 @@ from ..common.files import MOST, write_atomically
 from ..common.naming import shown
 from ..config import Flag, MaybePath, option
 from ..run.checkpoint import Checkpoints
+from ..run.chosen import best_in
 from ..run.manifest import Manifest, is_step_folder, load, read_manifest, step_folders, step_of
-from ..run.records import best_in
 from ..run.state_files import DAMAGED, WRONG, Damaged, Want
 
 PLACES = "name a run directory, its checkpoints folder or one step-* folder"

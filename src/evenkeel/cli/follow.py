@@ -20,7 +20,8 @@ from ..common.errors import FAILED, Refusal
 from ..common.keyboard import CtrlC
 from ..common.naming import TRAIN, eta, figures, in_epoch, progress, rates, shown, time_spent
 from ..resilience.interruption import KEYBOARD, STOPPED
-from ..run.records import LINE_SECONDS, goodput_to_show, is_run, read_config, values_of, verified
+from ..run.earlier_run import is_run
+from ..run.records import LINE_SECONDS, goodput_to_show, read_config, values_of, verified
 from .status import STYLES, Metrics, RunStatus, headline, status_of
 
 POLL = 0.5  # seconds between two looks at the run

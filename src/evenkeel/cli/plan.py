@@ -111,7 +111,7 @@ class PlanCommand:
     def _decide_cut(self, config: Config, task: Task) -> tuple[Config, str]:
         """The options with the micro-batch filled in, and the reason for its size; no reason if it was typed."""
         from ..data.randomness import seed_task
-        from ..run.records import recorded_options
+        from ..run.earlier_run import recorded_options
         from ..training.cut import decide_cut, has_batchnorm
 
         ranks = 1 if config.strategy == "dp" else self.world_size

@@ -20,7 +20,8 @@ from ..common.display import say
 from ..common.errors import Ended, EndedByData, Refusal
 from ..common.files import write_atomically
 from ..config import Flag, MaybePath, option
-from ..run.records import chosen, recorded_options
+from ..run.chosen import chosen
+from ..run.earlier_run import recorded_options
 
 if TYPE_CHECKING:
     from torch import Tensor

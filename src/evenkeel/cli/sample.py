@@ -9,7 +9,7 @@ import tyro
 
 from ..common.display import say
 from ..config import FINITE, SEEDS, option
-from ..run.records import chosen
+from ..run.chosen import chosen
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from uuid import uuid4
 from ..common.display import say
 from ..common.errors import Refusal
 from ..common.processes import AGENT_SIGNALS
-from ..run.records import MIRRORED
+from ..run.earlier_run import MIRRORED
 from ..tasks.command_line import parse
 from . import copying
 

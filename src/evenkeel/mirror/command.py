@@ -12,8 +12,8 @@ from tempfile import mkdtemp
 from ..common import keeper_link
 from ..common.arguments import is_typed, some_options
 from ..common.errors import Refusal
+from ..run.chosen import chosen
 from ..run.manifest import step_folders, step_of
-from ..run.records import chosen
 from .store import Store
 
 

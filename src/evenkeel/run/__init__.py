@@ -21,11 +21,13 @@
     blame.py          the samples of a step that has failed
     run_directory.py  the folder: claim and lock it, status.json
     identity.py       whether a job may use the folder: empty, or with the same run in it; moves a run aside
+    earlier_run.py    what is in the folder: a run or none, trained or not, its options; in use or not
     node_records.py   what the nodes have recorded of a run: whether it goes on or starts over
     launch_token.py   whether a start is a restart of the same launch
     crash_loop.py     counts attempts in a row that finish no step
     manifest.py       one checkpoint: its manifest, and whether its files fit that
     checkpoint.py     Checkpoints: write (whole or not at all), load the newest whole one, keep the best
+    chosen.py         --checkpoint last, best or a step
     weights.py        --init-from and `checkpoint export`: files of DDP, DataParallel, torch.compile, safetensors
     records.py        read status.json, metrics.jsonl and config.toml as they were written, or as they grow; the ledger
     verification.py   --verify-every: ranks compute each other's micro-batches again and compare digests

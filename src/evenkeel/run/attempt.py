@@ -172,7 +172,8 @@ class Attempt:
             Ended: too many attempts died before they finished a step, or a node cannot write.
             Refusal: on all ranks, before anything is written: a node has other data or options; or --strict-bits.
         """
-        nodes = gather_records(self.world, self.path, self.config.fresh, self._directory)
+        claimed = (mine.status, mine.untrained) if (mine := self._directory) else None
+        nodes = gather_records(self.world, self.path, self.config.fresh, claimed)
         # once on each node, into its own cache; its other ranks wait in the next collective
         if self.compiled and self.world.local_rank == 0:
             self._notices.append(self.compiled.unpack(nodes.starts_over))

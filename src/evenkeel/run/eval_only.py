@@ -34,7 +34,8 @@ from ..training.task_state import TaskState
 from ..training.whole_batch_evaluation import evaluation_of
 from .build import build_model, prepare
 from .checkpoint import Checkpoints
-from .records import read_config, recorded_options
+from .earlier_run import recorded_options
+from .records import read_config
 from .weights import read_chosen, read_weights
 
 T = TypeVar("T")

@@ -17,8 +17,9 @@ from ..common.display import near
 from ..common.errors import Ended, Refusal
 from ..common.files import make_folder, make_unused, try_lock, unlock, write_json
 from ..config import changed_options
+from .earlier_run import is_run, is_untrained
 from .manifest import step_folders
-from .records import is_run, is_untrained, read_config, read_facts
+from .records import read_config, read_facts
 
 OURS = (
     "metrics.jsonl", "metrics.csv", "ranks.jsonl", "summary.json", "model.pt", "checkpoints", "logs", "compiled",

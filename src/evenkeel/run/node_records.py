@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from ..common.display import near
 from ..common.errors import Refusal
 from ..distributed.world import World
+from .earlier_run import has_trained, in_use, is_run, is_untrained, recorded_options
 from .launch_token import is_restart, launch_token
-from .records import has_trained, is_run, is_untrained, read_facts, recorded_options
-from .run_directory import RunDirectory, in_use
+from .records import read_facts
 
 
 class NodeRecords(NamedTuple):
@@ -42,12 +42,12 @@ class NodeRecords(NamedTuple):
         return max((it for it in self.statuses if it.get("micro_batch")), key=_age, default={})
 
 
-def gather_records(world: World, path: Path, fresh: bool, directory: RunDirectory | None) -> NodeRecords:
+def gather_records(world: World, path: Path, fresh: bool, claimed: tuple[dict[str, Any], bool] | None) -> NodeRecords:
     """Gather from all nodes what they have recorded of the run in ``path``. All ranks call it.
 
     Args:
         fresh: --fresh was typed.
-        directory: rank 0's handle on the folder; None on other ranks.
+        claimed: on rank 0, the status of the folder that it has locked, and whether that run is untrained.
 
     Raises:
         Refusal: nodes have different runs there (:func:`_of_one_run`).
@@ -55,12 +55,11 @@ def gather_records(world: World, path: Path, fresh: bool, directory: RunDirector
     # of a rank that does not speak for its node: changes neither any() nor all()
     status, untrained, trained = dict[str, Any](), True, False
     if world.local_rank == 0:
-        untrained = directory.untrained if directory else is_untrained(path)
-        facts = directory.status if directory else read_facts(path / "status.json")[0]
+        facts, untrained = claimed or (read_facts(path / "status.json")[0], is_untrained(path))
         status = recorded_options(path, untrained) | facts
         untrained |= not is_run(path)
         # on a shared disk this is rank 0's folder, which it has locked: no second record, whatever a stale cache shows
-        trained = (directory is not None or not in_use(path)) and has_trained(path, facts)
+        trained = (claimed is not None or not in_use(path)) and has_trained(path, facts)
     known = world.all_gather((launch_token(), status, untrained, trained))
     tokens, statuses, untrained_at, trained_at = zip(*known, strict=True)
     begun_by_this_launch = [each for each in statuses if is_restart(each, tokens)]

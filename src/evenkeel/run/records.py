@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import Refusal
-from ..common.files import LOCK, alike, read_json
+from ..common.files import alike, read_json
 from ..common.naming import TEST, TRAIN, named
-from .checkpoint import Checkpoints
-from .manifest import Provenance, step_folders, step_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,9 +50,6 @@ MORE: dict[str, Any] = {
 
 MEASURES = {"train": TRAIN, "eval": TEST, "log": TRAIN}
 """Kind of a record with values -> the set of those whose names have none, from version 0.1.0."""
-
-RECORDED = {"task", "batch_size", "grace", "keep", "on_nonfinite"}
-"""Options that every version writes into config.toml, and that no user types all of."""
 
 NOT_MEASURED = ("kind", "step", "time", "spent", "epoch")  # what a record holds besides measurements
 
@@ -237,86 +232,3 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # of which one is TOMLDecodeError
         raise Refusal(f"{path}: not TOML: {error}") from None
     return options
-
-
-MIRRORED = "EVENKEEL_MIRROR"
-"""The environment variable with the run directory whose checkpoints a process of this node copies (--mirror)."""
-
-
-def recorded_options(path: Path | None, untrained: bool | None = None) -> dict[str, Any]:
-    """Values that the run has recorded for options that were left open: "micro_batch", "micro_batches" and CPU
-    "threads". Empty without a run, or of one that has trained nothing; an older version may lack some. ``untrained``:
-    the result of :func:`is_untrained`, if it is known."""
-    if path is None or (is_untrained(path) if untrained is None else untrained):
-        return {}
-    try:
-        status, _ = read_facts(path / "status.json")
-        cut = status if status.get("micro_batch") else read_config(path / "config.toml")
-    except (OSError, Refusal):
-        return {}
-    saved = {"threads": status.get("threads"), **{name: cut.get(name) for name in ("micro_batch", "micro_batches")}}
-    if not saved["threads"] and (newest := Checkpoints(path / "checkpoints", 1).newest_manifest()):
-        saved["threads"] = int(newest.fingerprint.get("threads", 0))  # of an older version
-    return {name: value for name, value in saved.items() if type(value) is int and value}
-
-
-def is_untrained(path: Path) -> bool:
-    """Whether the run in a folder failed or was stopped before its first step, and has neither a mirror nor a
-    checkpoint, weights or metrics. It may be started again with other options and data."""
-    try:
-        status, trouble = read_facts(path / "status.json")
-        worth = trouble or MIRRORED in os.environ or status.get("state") not in ("failed", "stopped")
-        return not (worth or has_trained(path, status))
-    except OSError:
-        return False
-
-
-def has_trained(path: Path, status: Mapping[str, Any]) -> bool:
-    """Whether the run in a folder, with this status, has reached a step, or has a checkpoint, weights or metrics."""
-    checkpoints = path / "checkpoints"
-    there = status.get("step") or (path / "model.pt").exists()
-    there = there or (os.path.lexists(checkpoints) and any(it.name != LOCK for it in checkpoints.iterdir()))
-    return bool(there) or any(record["step"] for record in read_records(path / "metrics.jsonl"))
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder is a run's, of this version or an older one.
-
-    Its status.json says so, or, where that is damaged or lost, a config.toml with all our options beside it or beside
-    checkpoints: a config.toml alone may be a copy.
-    """
-    status = path / "status.json"
-    with contextlib.suppress(OSError):
-        if "world_sizes" in read_facts(status)[0]:
-            return True
-    with contextlib.suppress(OSError, Refusal):
-        if status.exists() or any(path.glob("checkpoints/step-*/manifest.json")):
-            return read_config(path / "config.toml").keys() >= RECORDED
-    return False
-
-
-def best_in(folder: Path) -> Path | None:
-    """The best checkpoint in a folder of them, by the metric that the newest manifest names; None if there is none."""
-    newest = Checkpoints(folder, 1).newest_manifest()
-    return Checkpoints(folder, 1, Provenance(newest.best_by)).best_path() if newest else None
-
-
-def chosen(run: Path, name: str) -> Path:
-    """What `--checkpoint` of a command means: "last", the run itself, where the newest whole one is taken; "best"; or a
-    step's folder. Refused if there is no such one."""
-    steps = {step_of(path): path for path in step_folders(run / "checkpoints")}
-    if not steps:
-        if not run.exists():
-            raise Refusal(f"{run}: no such folder; name a run directory")
-        why = "this run has saved no checkpoint yet" if is_run(run) else "no checkpoint there; name a run directory"
-        raise Refusal(f"{run}: {why}")
-    if name == "last":
-        return run
-    if name == "best":
-        if not (best := best_in(run / "checkpoints")):
-            raise Refusal("--checkpoint best: no checkpoint of this run has the metric of its task's `best`; use last")
-        return best
-    if not name.isdecimal() or int(name) not in steps:
-        there = ", ".join(map(str, steps))
-        raise Refusal(f"--checkpoint {name}: give last, best or one of the steps {there}")
-    return steps[int(name)]

@@ -51,9 +51,9 @@ from .attempt import Attempt
 from .blame import name_samples
 from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, timeouts, warn_of_full_weights
 from .checkpointer import Checkpointer
+from .earlier_run import recorded_options
 from .ending import Ending
 from .evaluator import Evaluator
-from .records import recorded_options
 from .resume import Resume
 from .resume_report import report
 from .start_checks import disk_needed, end_if_models_differ

@@ -26,9 +26,10 @@ from ..common.display import near, say
 from ..common.errors import Refusal
 from ..common.files import try_lock, unlock, write_atomically, write_json
 from . import crash_loop
+from .earlier_run import in_use, is_run, is_untrained
 from .identity import Identity, move_aside, prepare_folder, refuse_another_run
 from .launch_token import is_restart, restarter, restarts_elsewhere
-from .records import is_run, is_untrained, read_facts, read_record
+from .records import read_facts, read_record
 
 log = logging.getLogger(__name__)
 
@@ -173,13 +174,6 @@ def claim(path: Path, run: Identity, fresh: bool, grace: float = 0.0) -> RunDire
             found = filter(None, map(read_record, file))
             status["world_sizes"] = [it.get("world_size", 1) for it in found if it["kind"] == "start"]
     return RunDirectory(path, status, locked, trouble, untrained)
-
-
-def in_use(path: Path) -> bool:
-    """Whether a job has locked the folder; False also where nodes share no locks."""
-    with contextlib.suppress(OSError), (path / ".lock").open("r+b") as file:
-        return not try_lock(file)
-    return False
 
 
 def copy_run_records(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:

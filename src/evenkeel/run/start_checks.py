@@ -23,7 +23,7 @@ from ..training.memory_parts import bytes_after_a_step
 from ..training.precision import substitute
 from ..training.state import State
 from ..training.task import Task
-from .records import MIRRORED
+from .earlier_run import MIRRORED
 
 
 def refuse_unmirrored(config: Config) -> None:

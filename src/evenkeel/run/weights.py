@@ -25,8 +25,8 @@ from ..common.errors import Refusal
 from ..common.naming import listed
 from ..training.ema import averaged
 from ..training.task_state import TaskState
+from .chosen import chosen
 from .manifest import is_step_folder, load, step_folders
-from .records import chosen
 from .state_files import Damaged, dump
 
 WRAPPERS = ("module", "_orig_mod")

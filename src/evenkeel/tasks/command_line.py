@@ -19,7 +19,8 @@ from ..common.arguments import flag, one_line_errors, refuse_empty, some_options
 from ..common.errors import Refusal
 from ..common.naming import kind_of
 from ..config import GROUPS, OPTION_NAMES, Config, check_numbers, validate
-from ..run.records import is_run, is_untrained, read_config
+from ..run.earlier_run import is_run, is_untrained
+from ..run.records import read_config
 from ..training.checks import check_best
 from ..training.task import Task, option_name
 from ..training.whole_batch import refuse_unfit

@@ -26,10 +26,11 @@ from ..launch.fit import OWN_LOOPS
 from ..resilience.resident import Resident
 from ..run.chain import samples_of, whole_steps
 from ..run.checkpoint import Checkpoints
+from ..run.earlier_run import is_run
 from ..run.ending import Ending
 from ..run.fingerprint import MICRO_BATCH, Fingerprint, describe, differences, read_cut
 from ..run.manifest import step_of
-from ..run.records import is_run, read_config, read_facts, read_records
+from ..run.records import read_config, read_facts, read_records
 from ..run.run import Run
 from ..tasks.command_line import parse
 from ..training.digest import digests
