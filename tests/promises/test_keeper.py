@@ -210,7 +210,7 @@ def test_the_death_of_the_jobs_store_costs_a_line(run_dir: Path) -> None:
     (store,) = [pid for pid in children(keepers_of(process)[0]) if process_name(pid) == "store"]
     os.kill(store, signal.SIGKILL)
     said = ended(process).stderr
-    assert said.startswith("evenkeel: the process with the job's store was killed; the job goes on, but restarts by")
+    assert "evenkeel: the process with the job's store was killed; the job goes on, but restarts by" in said
     assert "frame #" not in said, "no stacks of C++, although each rank wants to beat"
     assert len(starts(run_dir)) == 1
 
@@ -257,8 +257,9 @@ def test_a_child_of_the_task_that_outlives_rank_0_does_not_keep_the_folder(tmp_p
 
 
 @pytest.mark.slow
-def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> None:
-    """Or the fork would compute by the old source, and the fingerprint would be that of the new."""
+@pytest.mark.parametrize("edit", ["FACTOR = 2", "def half(:", None], ids=["changed", "half a change", "deleted"])
+def test_a_restart_in_place_goes_on_with_the_code_that_the_run_began_with(tmp_path: Path, edit: str | None) -> None:
+    """Whoever edits a task while it trains means the next run. The control: the same command typed again has it."""
     body = """
     def metrics(self, model, batch):
         return {"factor": super().metrics(model, batch)["loss"] * 0 + FACTOR}
@@ -267,43 +268,23 @@ def test_a_keeper_replaces_itself_if_the_source_has_changed(tmp_path: Path) -> N
     options = job(run_dir, "--checkpoint-every", 1, "--eval-every", 1, "--pause", 0.1, "--task", task)
     process = start(torchrun(2, TRAIN, *options), env=OWN)
     wait_for_step(run_dir, 3, process)
-    keepers = keepers_of(process)
-    own_task(tmp_path, body, before="FACTOR = 2")
+    if edit:
+        own_task(tmp_path, body, before=edit)
+    else:
+        (tmp_path / "own.py").unlink()
     os.kill(workers_of(process)[1], signal.SIGKILL)
     wait_for_start(run_dir, 2)
-    assert keepers_of(process) == keepers, "the same processes, so that torchrun sees nothing"
-    assert "WARNING: own.py has changed; from step" in ended(process).stderr
-    factors = [record["test/factor"] for record in records(run_dir, "eval")]
-    assert (factors[0], factors[-1]) == (1, 2)
-
-
-@pytest.mark.slow
-def test_half_a_change_of_the_source_does_not_end_a_job(tmp_path: Path) -> None:
-    """Somebody edits the task while a rank dies. What the processes have imported still runs."""
-    run_dir, task = tmp_path / "run", own_task(tmp_path)
-    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--pause", 0.1, "--task", task)), env=OWN)
-    wait_for_step(run_dir, 3, process)
-    with (tmp_path / "own.py").open("a") as file:
-        file.write("def half(:\n")
-    os.kill(workers_of(process)[1], signal.SIGKILL)
-    said = ended(process).stderr
+    if edit == "FACTOR = 2":
+        process.send_signal(signal.SIGINT)
+    said = processes.finish(process).stderr
+    assert "changed" not in said
+    assert not records(run_dir, "bits")
     assert starts(run_dir)[1] >= 3
-    assert said.count("going on with the source as it was") == 2
-
-
-@pytest.mark.slow
-def test_a_step_that_is_in_memory_only_is_not_lost_with_a_changed_source(tmp_path: Path) -> None:
-    """A keeper that imports it again keeps its memory, because the disk has refused the step."""
-    run_dir, task = tmp_path / "run", own_task(tmp_path)
-    process = start(torchrun(2, TRAIN, *job(run_dir, *RARE, "--pause", 0.1, "--task", task)), env=OWN)
-    wait_for_step(run_dir, 3, process)
-    with needs.small_disk(run_dir / "checkpoints", "4k"):
-        own_task(tmp_path, before="FACTOR = 2")
-        os.kill(workers_of(process)[1], signal.SIGKILL)
-        wait_for_start(run_dir, 2)
-    said = ended(process).stderr
-    assert starts(run_dir)[1] >= 3, said
-    assert "NOT SAVED: [Errno 28] No space left on device" in said
+    assert {record["test/factor"] for record in records(run_dir, "eval")} == {1}
+    if edit == "FACTOR = 2":
+        said = run(torchrun(2, TRAIN, *options), env=OWN).stderr
+        assert "WARNING: own.py has changed; from step" in said
+        assert records(run_dir, "eval")[-1]["test/factor"] == 2
 
 
 @pytest.mark.slow

@@ -37,18 +37,8 @@ STORE = "EVENKEEL_KEPT_STORE"
 LAST_END = "EVENKEEL_LAST_END"
 """The environment variable that tells a rank which a keeper has forked again how the last attempt ended."""
 
-COUNTS = "EVENKEEL_KEEPER_COUNTS"
-"""The environment variable that passes a keeper's counts to the program that replaces it."""
-
-MEMORY = "EVENKEEL_KEEPER_MEMORY"
-"""The same with the file of the state that it has in memory, and the facts of that, as JSON."""
-
-counts, memory = os.environ.pop(COUNTS, ""), os.environ.pop(MEMORY, "")
-"""Those of the keeper that this process has replaced; "" if it has replaced none, or had nothing in memory."""
-if not counts:  # a rank of another job may have started this process: forget that job's variables
-    memory = ""
-    for _foreign in (STORE, LAST_END):
-        os.environ.pop(_foreign, None)
+for _foreign in (STORE, LAST_END):  # a rank of another job may have started this process
+    os.environ.pop(_foreign, None)
 
 
 class _Keeper(NamedTuple):

@@ -78,14 +78,14 @@ def load_name(name: str, label: str) -> Any:
 def _import_file(label: str, path: Path) -> Any:
     """Import a file under its own stem, so that loader processes can find its classes by name."""
     path = as_submitted(path)
+    known = sys.modules.get(path.stem)
+    if known and getattr(known, "__file__", None) == str(path.resolve()):
+        return known  # a keeper has imported it, and goes on with that whatever the file is now
     if not path.is_file():
         raise Refusal(f"{label}: no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    known = sys.modules.get(path.stem)
-    if spec is None or spec.loader is None or (known and getattr(known, "__file__", None) != spec.origin):
+    if known or spec is None or spec.loader is None:
         raise Refusal(f"{label}: the module name '{path.stem}' is taken or not allowed; rename the file")
-    if known:  # a keeper has imported it, and some files may run only once in a process
-        return known
     sys.path.insert(0, str(path.resolve().parent))
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     try:

@@ -6,9 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-import sysconfig
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,13 +14,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..common import keeper_link
 from ..common.arguments import some_options
-from ..common.display import say
 from ..common.errors import Refusal
 from ..config import Config
 from ..distributed.causes import lost_keeper_before
 from ..distributed.exits import exit_code, leave
 from ..resilience.forking import unforkable
 from ..resilience.keeper import Keeper
+from ..run.fingerprint import remember_code
 from ..run.records import read_config
 from ..run.stored import write_memory_checkpoint
 from ..tasks.command_line import options_of
@@ -68,8 +66,7 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
         else:
             if end := lost_keeper_before():
                 os.environ.setdefault(keeper_link.LAST_END, end)
-            before = _sources()
-            Keeper(train, lambda: _has_changed(before), write_memory_checkpoint).keep()
+            Keeper(train, write_memory_checkpoint).keep()
     train()
 
 
@@ -103,32 +100,5 @@ def _prepare(task: str) -> str:
     if not users and not {"-h", "--help"} & set(sys.argv):
         with contextlib.suppress(Exception, SystemExit):  # as above
             options_of(sys.argv[1:], own[-1] if own else None)
+    remember_code(task_class)
     return ""
-
-
-def _has_changed(before: Mapping[str, object]) -> bool:
-    """Whether the source has changed since `before`, and can be imported: a job goes on without half a change."""
-    after = _sources()
-    if after.keys() < before.keys():  # it may be about to be written again
-        time.sleep(1)
-        after = _sources()
-    try:
-        for file in (it for it in after if it.endswith(".py") and after[it] != before.get(it)):
-            compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
-    except (OSError, SyntaxError, ValueError) as error:
-        say(f"evenkeel: changed, but not usable: {error}; going on with the source as it was", to_stderr=True)
-        return False
-    return after != before
-
-
-def _sources() -> dict[str, tuple[int, int]]:
-    """Time and size of the files that this process has imported, except those of libraries."""
-    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    found: dict[str, tuple[int, int]] = {}
-    for file in files:
-        if file and not file.startswith(libraries):
-            with contextlib.suppress(OSError):
-                status = Path(file).stat()
-                found[file] = status.st_mtime_ns, status.st_size
-    return found

@@ -85,21 +85,18 @@ class Keeper:
 
     Args:
         train: the main program; does not return.
-        changed: whether the source on disk differs from what this process has imported.
         save: writes to the disk what a trainer has stored in memory (`run.stored`).
     """
 
-    def __init__(
-        self, train: Callable[[], object], changed: Callable[[], bool], save: Callable[[Stored], object]
-    ) -> None:
-        self._train, self._changed = train, changed
+    def __init__(self, train: Callable[[], object], save: Callable[[Stored], object]) -> None:
+        self._train = train
         self._memory = KeeperMemory(save)
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._peers = Peers(self._rank, self._world_size)
         self._stops: set[int] = {*handled_stop_signals()}
         self._max_restarts, self._grace = Config.keeper_restarts, Config.grace
-        # forks; consecutive ones without progress; the furthest first step of any trainer
-        self._forks, self._without_progress, self._furthest_first_step = json.loads(keeper_link.counts or "[0, 0, 0]")
+        self._forks, self._without_progress = 0, 0  # all; consecutive ones
+        self._furthest_first_step = 0  # of any trainer
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
         self._exit_time = 0.0  # of a second Ctrl-C, after which nothing is waited for; 0: none has come
         self._store_lost = False  # whether the process is gone that rank 0's keeper had for the job's store
@@ -129,16 +126,6 @@ class Keeper:
                 self._end(code)  # does not return
             self._forks += 1
             forget_error()
-            if self._changed():
-                self._memory.save_slots()
-                waited = self._await_written()
-                if self._stop_time:
-                    self._end(STOPPED if waited else KEYBOARD)
-                self._memory.keep_over_exec()
-                counts = [self._forks, self._without_progress, self._furthest_first_step]
-                os.environ[keeper_link.COUNTS] = json.dumps(counts)
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
         end_store()
         name_process("python")
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

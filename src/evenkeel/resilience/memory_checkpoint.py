@@ -12,7 +12,6 @@ a rescue have a file each: the disk may hang under the first while the second is
     store      trainer: write a state, then send its facts
     adopt      keeper, after the trainer's end: keep the files whose facts it has; a child writes them to the disk
     discard    keeper: the next trainer has finished a step; trainer: the checkpoint is on the disk
-    keep_over_exec    keeper, before `exec`: leave the state to the program that replaces it
 
 A sharded run stores each step of each rank instead, in two slots that all ranks of a keeper share (`training.slots`).
 """
@@ -178,9 +177,7 @@ class KeeperMemory:
 
     def __init__(self, save: Callable[[Stored], object]) -> None:
         self._save = save
-        self._checkpoint = MemoryCheckpoint(*json.loads(keeper_link.memory)) if keeper_link.memory else None
-        if self._checkpoint:
-            os.set_inheritable(self._checkpoint.descriptor, False)
+        self._checkpoint: MemoryCheckpoint | None = None
         self._trainer_files, self._slots = dict[Kind, int](), list[int]()  # of the present trainer
         self._writers: dict[int, tuple[Stored, int]] = {}  # what each child writes, by its pid, and the tries left
 
@@ -223,12 +220,6 @@ class KeeperMemory:
             else:
                 os.close(descriptor)
         self._trainer_files = {}
-
-    def keep_over_exec(self) -> None:
-        """Leave the state to the program that replaces this one (`exec`): the disk may have refused it."""
-        if self._checkpoint:
-            os.set_inheritable(self._checkpoint.descriptor, True)
-            os.environ[keeper_link.MEMORY] = json.dumps(self._checkpoint)
 
     def save_slots(self) -> None:
         """Start to write what is in the slots, because no trainer will be forked that could."""

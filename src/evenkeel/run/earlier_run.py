@@ -1,4 +1,4 @@
-"""What is in a run directory before a start: a run or none, trained or not, its recorded options; whether it is in use."""
+"""What is in a run directory before a start: a run or none, trained or not, its options; whether it is in use."""
 
 from __future__ import annotations
 

@@ -97,8 +97,21 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         parts |= _gpu_libraries()
     parts |= {f"env:{name}": os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    # the text counts, comments included: a digest cannot tell whether an edit changes a result
-    return parts | {f"code:{name}": short_digest(path.read_bytes()) for name, path in sorted(_sources(task))}
+    return parts | _code(type(task))
+
+
+def remember_code(task: type[Task]) -> None:
+    """In a keeper: note the code that its forks run, whatever is on the disk by then."""
+    _of_forks.update(_code(task))
+
+
+_of_forks: dict[str, str] = {}
+
+
+def _code(task: type[Task]) -> dict[str, str]:
+    """The digest of each file. Comments count: nobody can tell by a digest whether an edit changes a result."""
+    found = {f"code:{name}": path for name, path in sorted(_sources(task))}
+    return _of_forks | {name: short_digest(path.read_bytes()) for name, path in found.items() if name not in _of_forks}
 
 
 def differences(old: Fingerprint, new: Fingerprint) -> Differences:
@@ -212,7 +225,7 @@ def _gpu_libraries() -> dict[str, str]:
     }
 
 
-def _sources(task: Task) -> Iterator[tuple[str, Path]]:
+def _sources(task: type[Task]) -> Iterator[tuple[str, Path]]:
     """(name, file) of the code that computes: Evenkeel's, the main program, and the task's file with the modules of its
     folder or package that are loaded."""
     package = Path(__file__).parents[1]
@@ -220,7 +233,7 @@ def _sources(task: Task) -> Iterator[tuple[str, Path]]:
         yield from ((f"evenkeel/{path.relative_to(package)}", path) for path in package.glob(f"{part}/**/*.py"))
     if main := getattr(sys.modules["__main__"], "__file__", None):
         yield Path(main).name, Path(main)
-    own = sys.modules[type(task).__module__]
+    own = sys.modules[task.__module__]
     top = sys.modules[own.__name__.partition(".")[0]]  # of a file: that file itself
     files = (getattr(module, "__file__", None) for module in (top, own))  # a notebook has none
     folder = Path(next(filter(None, files), "")).parent
