@@ -246,7 +246,7 @@ ranks that divide the files of a checkpoint verify the first one twice
     - [rank::ranks]
     + [: rank + 1]
 a state in memory is read by its path alone, which another container may have as well
-    resilience/memory_checkpoint.py | tests/resilience | tests/promises/test_memory_checkpoint.py
+    resilience/memory_offers.py | tests/resilience | tests/promises/test_memory_checkpoint.py
     - if _identity(each.path) == each.identity:
     + if _identity(each.path):
 a rank that makes no progress is healthy as long as it beats

@@ -21,7 +21,7 @@ BUDGET = {
     "config": 601,
     "data": 3203,
     "distributed": 2645,
-    "resilience": 1923,
+    "resilience": 1940,
     "training": 6959,
     "run": 7652,
     "tasks": 2308,

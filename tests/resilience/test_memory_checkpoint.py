@@ -20,8 +20,9 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from evenkeel.common import keeper_link, memory
-from evenkeel.resilience import memory_checkpoint, peers
-from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, Offer, open_first, rank_memory
+from evenkeel.resilience import memory_checkpoint, memory_offers, peers
+from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, rank_memory
+from evenkeel.resilience.memory_offers import Offer, offer, open_first
 from evenkeel.resilience.peers import Peers
 from evenkeel.resilience.slot_files import SLOT_HEAD
 from evenkeel.run.checkpoint import Checkpoints
@@ -92,7 +93,7 @@ def test_a_checkpoint_and_a_later_rescue_are_both_written(tmp_path: Path) -> Non
 
     def save(it: memory_checkpoint.Stored) -> None:
         assert isinstance(it, MemoryCheckpoint)
-        (tmp_path / f"{it.step}-{it.facts['kind']}").write_bytes(Path(it.path).read_bytes())
+        (tmp_path / f"{it.step}-{it.label['kind']}").write_bytes(Path(it.path).read_bytes())
 
     def leave() -> None:
         store(3, kind="checkpoint")
@@ -118,7 +119,7 @@ def test_a_state_that_has_no_room_is_not_held_at_all(limit: int) -> None:
     def act() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         if not store(1):
-            assert rank_memory.facts == {}
+            assert rank_memory.labels == {}
             assert os.fstat(rank_memory.files["snapshot"]).st_size == 0
             store(2, lambda file: file.write(b"less"))  # the process goes on
 
@@ -136,7 +137,7 @@ def test_a_state_that_is_being_replaced_when_its_process_dies_is_not_whole() -> 
 def test_a_process_without_a_keeper_holds_nothing() -> None:
     assert not store(1)
     assert rank_memory.previous("") is None
-    assert rank_memory.offer("") is None
+    assert offer(rank_memory.previous("")) is None
 
 
 @pytest.mark.parametrize("kills", [1, TRIES])
@@ -169,12 +170,23 @@ def test_a_child_that_is_killed_is_followed_by_another(
     assert bytes_in_memory(os.getpid()) == before, "no memory is left behind"
 
 
-def test_a_child_that_fails_says_that_the_step_is_not_saved(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_writer_that_fails_says_that_the_step_is_not_saved(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, forks: bool
+) -> None:
+    """A child, or, where no process can be forked, the keeper."""
+
     def save(_it: object) -> None:
         raise RuntimeError("no archive")  # any error but an OSError, which the saver reports itself
 
+    def no_more() -> int:
+        raise BlockingIOError
+
     memory = KeeperMemory(save)
-    memory.adopt(by_a_rank(memory, lambda: store(3)))
+    messages = by_a_rank(memory, lambda: store(3))
+    if not forks:
+        monkeypatch.setattr(os, "fork", no_more)
+    memory.adopt(messages)
     await_written(memory)
     *trace, line = capfd.readouterr().err.splitlines()
     assert trace[-1] == "RuntimeError: no archive"
@@ -196,7 +208,7 @@ def test_slots_stay_open_after_a_child_has_written_them() -> None:
 
 def test_a_path_that_is_another_file_here_is_no_offer(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
-    offer = Offer(3, str(tmp_path / "state"), memory_checkpoint._identity(str(tmp_path / "state")))
+    offer = Offer(3, str(tmp_path / "state"), memory_offers._identity(str(tmp_path / "state")))
     file = open_first([offer])
     assert file, "the control"
     file.close()
@@ -288,7 +300,7 @@ def test_a_keeper_that_lost_a_slow_store_is_not_waited_for(rejoins: bool, monkey
 def give_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files to write to, which a keeper would give this process."""
     monkeypatch.setattr(rank_memory, "files", {kind: os.memfd_create(kind) for kind in ("checkpoint", "snapshot")})
-    monkeypatch.setattr(rank_memory, "facts", {})
+    monkeypatch.setattr(rank_memory, "labels", {})
 
 
 def after_a_step() -> State:
@@ -348,4 +360,4 @@ def test_a_rescue_needs_no_disk_where_memory_is_enough(
     assert saver.rescue(state, 0, in_place=True).text == "step 1 is stored in memory"
     assert time.monotonic() - begun < 15
     answers.set()
-    assert rank_memory.facts["snapshot"]["step"] == 1
+    assert rank_memory.labels["snapshot"]["step"] == 1

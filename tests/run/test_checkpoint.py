@@ -787,6 +787,23 @@ def test_a_checkpoint_stays_when_its_successor_fails(checkpoints: Checkpoints, m
     assert checkpoints.all() == [final]
 
 
+def test_a_folder_without_a_manifest_is_not_as_good_as_saved(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged disk has left it, and a start in another process gives it back the name that a writer has taken."""
+    final, replace = checkpoints.folder / "step-00000003", Path.replace
+    final.mkdir(parents=True)
+    (final / "state.pt").touch()
+
+    def replaced_and_back(self: Path, target: Path) -> Path:
+        moved = replace(self, target)
+        return replace(moved, self) if self == final else moved
+
+    monkeypatch.setattr(Path, "replace", replaced_and_back)
+    with pytest.raises(OSError, match="not empty"):
+        checkpoints.save_if_new(state(3))
+
+
 def test_a_full_disk_costs_the_new_checkpoint_and_not_the_old(disk: Path) -> None:
     checkpoints = Checkpoints(disk / "checkpoints", keep=2, provenance=Provenance(("test/accuracy", "max")))
     checkpoints.save(state(1, 100_000), {"accuracy": 0.5})

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from evenkeel.common.files import try_lock, write_json
-from evenkeel.run.checkpoint import Checkpoints, facts_of
+from evenkeel.run.checkpoint import Checkpoints, label_of
 from evenkeel.run.manifest import MANIFEST, Provenance, load, read_manifest, step_of, verify
 from evenkeel.run.sharded_checkpoint import await_whole, await_writers, publish_if_whole, write_rows, write_slots
 from evenkeel.run.sharded_resume import common_step
@@ -355,7 +355,7 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             return {name: value for name, value in captured.items() if name not in ("done", "begun")}
 
-        facts = facts_of(self.checkpoints, step, {}, "snapshot") | {"token": "token"}
+        facts = label_of(self.checkpoints, step, {}, "snapshot") | {"token": "token"}
         self.slots.write(capture, facts)
 
 

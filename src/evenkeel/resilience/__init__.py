@@ -3,6 +3,7 @@
     keeper        forks the process that trains, and forks it again when it dies: a restart without imports
     forking       whether a process may fork one
     memory_checkpoint  the last step in memory, for the next rank; its keeper writes it to the disk
+    memory_offers  how other ranks of its machine read it
     slot_files    the same of a sharded run
     peers         messages between keepers in the job's store
     keeper_store  the process that serves that store, where torchrun's agent does not

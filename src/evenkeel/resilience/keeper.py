@@ -279,7 +279,8 @@ class Keeper:
         """
         if self._stop_time and code == -signal.SIGKILL:
             _say(f"rank {self._rank} was killed before it had left after {signal_name(self._stop_signal)}")
-        if self._stop_time or -code in STOP_SIGNALS or code == REFUSED or self._store_lost or not store_is_alive():
+        stopped = self._stop_time or "stop" in self._messages or -code in STOP_SIGNALS
+        if stopped or code == REFUSED or self._store_lost or not store_is_alive():
             return False
         if code == 0:
             return not self._peers.await_all(self._stopped_within)

@@ -9,8 +9,8 @@ a rescue have a file each: the disk may hang under the first while the second is
 
     prepare    keeper, before a fork: make a file for each kind of checkpoint
     hand_over  in the new trainer: take these files to write to, and the last trainer's state to read (`previous`)
-    store      trainer: write a state, then send its facts
-    adopt      keeper, after the trainer's end: keep the files whose facts it has; a child writes them to the disk
+    store      trainer: write a state, then send its label
+    adopt      keeper, after the trainer's end: keep the files whose labels it has; a child writes them to the disk
     discard    keeper: the next trainer has finished a step; trainer: the checkpoint is on the disk
 
 A sharded run stores each step of each rank instead, in two slots that all ranks of a keeper share (`training.slots`).
@@ -23,9 +23,8 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import IO, Any, NamedTuple, get_args
 
 from ..common import keeper_link
@@ -42,7 +41,7 @@ class MemoryCheckpoint(NamedTuple):
     """A complete state in memory."""
 
     descriptor: int
-    facts: dict[str, Any]  # its manifest and how to store it, from `run.checkpoint.facts_of`; JSON
+    label: dict[str, Any]  # its manifest and how to store it, from `run.checkpoint.label_of`; JSON
 
     @property
     def path(self) -> str:
@@ -52,7 +51,7 @@ class MemoryCheckpoint(NamedTuple):
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return int(self.facts["step"])
+        return int(self.label["step"])
 
 
 class SlotCheckpoint(NamedTuple):
@@ -65,12 +64,9 @@ class SlotCheckpoint(NamedTuple):
 Stored = MemoryCheckpoint | SlotCheckpoint
 
 
-class Offer(NamedTuple):
-    """A state that a rank has found in memory, for other processes of this machine to read."""
-
-    step: int
-    path: str
-    identity: tuple[str, int, int]  # the kernel's boot, the file's device and inode: elsewhere the path is another's
+def _newest_in(slots: list[int]) -> SlotCheckpoint | None:
+    steps = [step_in(each) for each in slots]
+    return SlotCheckpoint(max(steps), slots) if any(steps) else None
 
 
 class RankMemory:
@@ -79,8 +75,8 @@ class RankMemory:
     def __init__(self) -> None:
         self.files: dict[Kind, int] = {}
         """The files to write to, descriptors; empty: none."""
-        self.facts: dict[Kind, dict[str, Any]] = {}
-        """The facts of the complete states in them."""
+        self.labels: dict[Kind, dict[str, Any]] = {}
+        """The labels of the complete states in them."""
         self._previous: MemoryCheckpoint | None = None
         self._slots: list[int] = []
 
@@ -93,14 +89,14 @@ class RankMemory:
         """The slots, with what the previous rank of this keeper has left there. Without a keeper: new ones."""
         return self._slots or new_slots()
 
-    def store(self, write: Callable[[IO[bytes]], object], facts: dict[str, Any]) -> bool:
+    def store(self, write: Callable[[IO[bytes]], object], label: dict[str, Any]) -> bool:
         """Store a state for the keeper, which `write` writes into a file that can seek. Returns False if there is no
         keeper, or too little memory.
 
-        First discards the last one of its kind (`facts["kind"]`), which is there only if a full disk, say, has
+        First discards the last one of its kind (`label["kind"]`), which is there only if a full disk, say, has
         refused it: there is one file for each kind, because two states would need twice the memory.
         """
-        if (kind := facts["kind"]) not in self.files:
+        if (kind := label["kind"]) not in self.files:
             return False
         self.discard(kind)
         try:
@@ -109,33 +105,24 @@ class RankMemory:
         except (OSError, RuntimeError, MemoryError):  # torch turns an OSError into a RuntimeError
             self.discard(kind)
             return False
-        keeper_link.send(kind, json.dumps(facts))  # only now: it is complete
-        self.facts[kind] = facts
+        keeper_link.send(kind, json.dumps(label))  # only now: it is complete
+        self.labels[kind] = label
         return True
 
     def discard(self, kind: Kind) -> None:
         """Discard what this process has stored of this kind."""
         if kind in self.files:
             keeper_link.send(kind)
-            self.facts.pop(kind, None)
+            self.labels.pop(kind, None)
             os.ftruncate(self.files[kind], 0)
 
     def has(self, step: int) -> bool:
         """Whether this process has stored this step."""
-        return any(facts["step"] == step for facts in list(self.facts.values()))  # another thread may add one
+        return any(label["step"] == step for label in list(self.labels.values()))  # another thread may add one
 
     def previous(self, run_id: str) -> MemoryCheckpoint | None:
         """The state that the previous rank of this keeper has stored, if it is of this run."""
-        return self._previous if self._previous and self._previous.facts["run_id"] == run_id else None
-
-    def offer(self, run_id: str) -> Offer | None:
-        """Offer :meth:`previous` to the other ranks of this machine, until :meth:`discard_previous`."""
-        if not (stored := self.previous(run_id)):
-            return None
-        path, identity = f"/proc/{os.getpid()}/fd/{stored.descriptor}", ("", 0, 0)
-        with contextlib.suppress(OSError):  # a sandbox may hide /proc; then no other rank finds the file
-            identity = _identity(path)
-        return Offer(stored.step, path, identity)
+        return self._previous if self._previous and self._previous.label["run_id"] == run_id else None
 
     def discard_previous(self) -> None:
         """Free what the previous rank has stored."""
@@ -143,28 +130,23 @@ class RankMemory:
             os.close(self._previous.descriptor)
             self._previous = None
 
+    def save_if_orphaned(self, keeper: int, save: Callable[[Stored], object]) -> None:
+        """At this process's end: write what it has stored to the disk if its keeper, a pid, has died."""
+        if os.getppid() == keeper:
+            return
+        for kind, label in reversed([*self.labels.items()]):  # last stored first
+            save(MemoryCheckpoint(self.files[kind], label))
+        if not self.labels and (stored := _newest_in(self._slots)):
+            save(stored)
+
     def _disown(self) -> None:
         self.discard_previous()
         for descriptor in self.files.values():
             os.close(descriptor)
-        self.files, self.facts = {}, {}
+        self.files, self.labels = {}, {}
 
 
 rank_memory = RankMemory()
-
-
-def open_first(offers: Iterable[Offer]) -> IO[bytes] | None:
-    """Open the first of these that this process can read. It stays readable if the rank that offers it dies."""
-    for each in offers:
-        with contextlib.suppress(OSError):
-            if _identity(each.path) == each.identity:
-                return Path(each.path).open("rb")
-    return None
-
-
-def _identity(path: str) -> tuple[str, int, int]:
-    status = Path(path).stat()
-    return Path("/proc/sys/kernel/random/boot_id").read_text(), status.st_dev, status.st_ino
 
 
 class KeeperMemory:
@@ -195,27 +177,18 @@ class KeeperMemory:
         for descriptor in being_written - {self._checkpoint and self._checkpoint.descriptor}:
             os.close(descriptor)
         rank_memory.inherit(self._trainer_files, self._checkpoint, self._slots)
-        keeper_link.before_exit(partial(self._save_if_orphaned, os.getppid()))
-
-    def _save_if_orphaned(self, keeper: int) -> None:
-        """In the trainer, at its end: write its state to the disk itself if its keeper, a pid, has died."""
-        if os.getppid() == keeper:
-            return
-        for kind, facts in reversed([*rank_memory.facts.items()]):  # last stored first
-            self._save(MemoryCheckpoint(rank_memory.files[kind], facts))
-        if not rank_memory.facts and (stored := self.in_slots()):
-            self._save(stored)
+        keeper_link.before_exit(partial(rank_memory.save_if_orphaned, os.getppid(), self._save))
 
     def adopt(self, messages: Mapping[str, str]) -> None:
         """Take over what the trainer has stored, after its end, and start to write it.
 
-        `messages`: its last ones; of each file the facts. "": the state is not complete, or there is none.
+        `messages`: its last ones; of each file the label. "": the state is not complete, or there is none.
         """
         # the snapshot comes last: a rescue is never of an earlier step, and is what the next trainer gets
         for kind, descriptor in self._trainer_files.items():
-            if facts_json := messages.get(kind):
+            if label_json := messages.get(kind):
                 self.discard()
-                self._checkpoint = MemoryCheckpoint(descriptor, json.loads(facts_json))
+                self._checkpoint = MemoryCheckpoint(descriptor, json.loads(label_json))
                 self._write(self._checkpoint, TRIES)
             else:
                 os.close(descriptor)
@@ -228,15 +201,14 @@ class KeeperMemory:
 
     def in_slots(self) -> SlotCheckpoint | None:
         """What is in the slots; None: no step, as without --shard."""
-        steps = [step_in(each) for each in self._slots]
-        return SlotCheckpoint(max(steps), self._slots) if any(steps) else None
+        return _newest_in(self._slots)
 
     def _write(self, checkpoint: Stored, tries: int) -> None:
         try:
             pid = os.fork()
         except OSError:  # no more processes, or no memory for one: then the keeper writes, and the ranks wait
             if not self._try_to_save(checkpoint):
-                _report_lost(checkpoint.step, 1)
+                _report_lost(checkpoint.step)
             self._close_unused(checkpoint)
             return
         if pid == 0:
@@ -277,7 +249,7 @@ class KeeperMemory:
                 self._write(checkpoint, tries)
                 continue
             if status:
-                _report_lost(checkpoint.step, status)
+                _report_lost(checkpoint.step, os.WTERMSIG(status))
             self._close_unused(checkpoint)
         return sorted({checkpoint.step for checkpoint, _ in self._writers.values()})
 
@@ -288,9 +260,9 @@ class KeeperMemory:
         self._writers = {}
 
 
-def _report_lost(step: int, status: int) -> None:
-    """Report a step that could not be written, by the status of the last child that tried."""
+def _report_lost(step: int, killed_by: int = 0) -> None:
+    """Report a step that could not be written, by the signal that killed the last child that tried; 0: it failed."""
     why = f"the process that wrote step {step} failed, see the traceback"
-    if os.WIFSIGNALED(status):
-        why = f"{TRIES} processes that wrote step {step} were killed, the last of them by signal {os.WTERMSIG(status)}"
+    if killed_by:
+        why = f"{TRIES} processes that wrote step {step} were killed, the last of them by signal {killed_by}"
     say(f"evenkeel: NOT SAVED: {why}", to_stderr=True)

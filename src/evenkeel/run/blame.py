@@ -36,10 +36,10 @@ def name_samples(error: BaseException, attempt: Attempt, state: State) -> None:
     The sample of a label that torch names; else all of the micro-batch, unless it is the first step or an evaluation:
     what fails there is most likely wrong for every sample, so the note says what the batch is.
     """
-    batch, where = getattr(error, "micro_batch", (None, None))
-    if batch is None or isinstance(error, Ended) or not is_mistake(error):
-        return
     with contextlib.suppress(Exception):  # attributes of the error or the data set may not be as usual
+        batch, where = getattr(error, "micro_batch", (None, None))
+        if batch is None or isinstance(error, Ended) or not is_mistake(error):
+            return
         suspects: list[int] = []
         label = re.search(r"Target (-?\d+) is out of bounds", str(error))
         if where and (numbers := _numbers(attempt, state, where.step)):

@@ -171,7 +171,7 @@ class Checkpoints:
             temporary.replace(final)
         except OSError as error:
             # another writer was faster: as good as saved, since after the same step all ranks have the same state
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not (final / MANIFEST).exists():
                 with contextlib.suppress(OSError):  # there was none, or another writer has published one meanwhile
                     old.replace(final)
                 raise
@@ -181,8 +181,9 @@ class Checkpoints:
         self._delete_old()
 
     def _delete_old(self) -> None:
-        manifests, kept = dict[Path, Manifest](), set[Path]()
-        for path in self.all():
+        paths = self.all()
+        manifests, kept = dict[Path, Manifest](), {*paths[-self.keep :]}
+        for path in paths:
             try:
                 manifests[path] = read_manifest(path, pauses=())
             except Unreadable:  # perhaps only now, and it may be the best one
@@ -190,10 +191,10 @@ class Checkpoints:
             except Damaged:
                 pass
         kept |= {*self._best_of(manifests), *(path for path, manifest in manifests.items() if manifest.kept_for_ever)}
-        if every := self.verify_every:  # a run whose state has drifted goes back to this one, see `Verification`
-            last_verified = self.newest_step() // every * every
-            kept.update([path for path in self.all() if step_of(path) < last_verified][-1:])
-        for path in self.all()[: -self.keep]:
+        if (every := self.verify_every) and paths:  # a run whose state has drifted goes back to it (`Verification`)
+            last_verified = step_of(paths[-1]) // every * every
+            kept.update([path for path in paths if step_of(path) < last_verified][-1:])
+        for path in paths:
             if path not in kept:
                 delete(path)
 
@@ -254,7 +255,7 @@ def check_not_stale(checkpoints: Checkpoints) -> None:
             raise OSError(errno.ESTALE, "another run has begun there, so nothing is written", str(checkpoints.folder))
 
 
-def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
+def label_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], kind: Kind) -> dict[str, Any]:
     """What a keeper's child, which has none of the run's objects, needs to write a state: the manifest, and how to keep
     it. A rank calls this."""
     more = {"folder": str(checkpoints.folder), "run_id": checkpoints.provenance.run_id, "keep": checkpoints.keep}
@@ -262,12 +263,12 @@ def facts_of(checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], 
     return asdict(checkpoints.manifest(step, metrics, kind)) | more
 
 
-def checkpoints_of(facts: Mapping[str, Any]) -> Checkpoints:
-    """The folder that :func:`facts_of` has described."""
-    it = manifest_of(dict(facts))
-    provenance = Provenance(it.best_by, it.fingerprint, it.bits_void_from, facts["run_id"])
+def checkpoints_of(label: Mapping[str, Any]) -> Checkpoints:
+    """The folder that :func:`label_of` has described."""
+    it = manifest_of(dict(label))
+    provenance = Provenance(it.best_by, it.fingerprint, it.bits_void_from, label["run_id"])
     return Checkpoints(
-        Path(facts["folder"]), facts["keep"], provenance, facts["keep_best"], it.keep_every, facts["verify_every"]
+        Path(label["folder"]), label["keep"], provenance, label["keep_best"], it.keep_every, label["verify_every"]
     )
 
 

@@ -38,7 +38,7 @@ from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
 from . import crash_loop
 from .attempt import Attempt
-from .blame import say_hints
+from .blame import name_samples, say_hints
 from .checkpoint import known_step
 from .checkpointer import Checkpointer
 from .records import read_facts
@@ -157,6 +157,7 @@ class Ending:
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # `exit_code` prints the traceback
         saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost).text
+        name_samples(error, self._attempt, self._state)
         if not out_of_memory:
             self._record_failure(error, saved, lost)
             return

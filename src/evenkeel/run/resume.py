@@ -19,7 +19,8 @@ from ..common.memory import is_out_of_memory
 from ..common.phases import START_UP, activity
 from ..config import Config
 from ..distributed.world import World
-from ..resilience.memory_checkpoint import Offer, open_first, rank_memory
+from ..resilience.memory_checkpoint import rank_memory
+from ..resilience.memory_offers import Offer, offer, open_first
 from ..training.state import State
 from .checkpoint import WRITER_TIMEOUT, Checkpoints
 from .fingerprint import Differences, compare_bits
@@ -99,7 +100,7 @@ class Resume:
         """The newest complete state of any node, and its manifest; None if there is none. The same on all ranks."""
         first_of_node = self._world.local_rank == 0
         while True:  # until one is whole: a damaged one is set aside
-            offers = self._world.all_gather(rank_memory.offer(self._provenance.run_id))
+            offers = self._world.all_gather(offer(rank_memory.previous(self._provenance.run_id)))
             if first_of_node and not any(offers):  # what children of keepers write is among the offers
                 self._await_writer()
             on_disk = self._world.all_gather(self._checkpoints.newest_named_step() if first_of_node else 0)
@@ -157,10 +158,10 @@ class Resume:
                 saved = torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True)
         if not everywhere:  # a machine has none
             saved = world.broadcast_tensors(saved, holder)
-        facts = world.broadcast(mine.facts if mine and world.rank == holder else None, holder)
-        assert facts
+        label = world.broadcast(mine.label if mine and world.rank == holder else None, holder)
+        assert label
         log.info("continuing from step %d, which was in memory: %s", saved["step"], how)
-        return manifest_of(facts), saved
+        return manifest_of(label), saved
 
     def _restore(self, state: State, saved: dict[str, Any]) -> None:
         try:

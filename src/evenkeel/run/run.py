@@ -48,7 +48,6 @@ from ..training.task import Task
 from ..training.whole_batch import WholeBatch, has_batch_loss
 from . import media
 from .attempt import Attempt
-from .blame import name_samples
 from .build import build_model_of_rank, build_state, find_micro_batch, prepare, shard, timeouts, warn_of_full_weights
 from .checkpointer import Checkpointer
 from .earlier_run import recorded_options
@@ -141,10 +140,9 @@ class Run:
                     interruption.on_stop(lambda _why: None)
                     yield run
                     return
-                # after `begin`, which opens the logs
-                warn_of_full_weights(state, world, why_not_meta)
                 interruption.on_stop(run.ending.stopped)
                 with ExitStack() as stack, run._finish_or_rescue(interruption):
+                    warn_of_full_weights(state, world, why_not_meta)  # after `begin`, which opens the logs
                     run._resume()
                     # `stack` ends after the rescue: a rank that stops beating while it saves would be killed as frozen
                     stack.enter_context(run._watched(store, interruption))
@@ -165,7 +163,6 @@ class Run:
             raise
         except BaseException as error:
             interruption.claim_end_or_block()  # after a signal other ranks leave, which is no failure
-            name_samples(error, self.attempt, self.state)
             self.ending.failed(error)
             raise
 

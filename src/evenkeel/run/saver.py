@@ -19,7 +19,7 @@ from ..resilience.memory_checkpoint import rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging, named_tensors
 from ..training.state import State
-from .checkpoint import Checkpoints, facts_of, known_step
+from .checkpoint import Checkpoints, known_step, label_of
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +153,8 @@ class Saver:
         size = sum(tensor.nbytes for tensor in named_tensors(captured).values())
         if size * (self._local_ranks if kind == "snapshot" else 1) > memory_left():
             return False  # the kernel would kill ranks
-        facts = facts_of(self.checkpoints, captured["step"], metrics, kind)
-        return rank_memory.store(partial(torch.save, captured), facts)
+        label = label_of(self.checkpoints, captured["step"], metrics, kind)
+        return rank_memory.store(partial(torch.save, captured), label)
 
     def _newest_on_disk(self) -> int:
         """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory."""

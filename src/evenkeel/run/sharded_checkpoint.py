@@ -188,7 +188,7 @@ def _steps_in(descriptors: list[int]) -> list[int]:
 
 def _write_steps(descriptors: list[int], steps: list[int], until: float) -> None:
     for step in steps:
-        captured, facts = slots.read(next(each for each in descriptors if step_in(each) == step))
-        checkpoints = checkpoints_of(facts)
+        captured, label = slots.read(next(each for each in descriptors if step_in(each) == step))
+        checkpoints = checkpoints_of(label)
         if step > checkpoints.newest_step():
-            write_rows(checkpoints, captured, {}, "snapshot", facts["token"], until)
+            write_rows(checkpoints, captured, {}, "snapshot", label["token"], until)

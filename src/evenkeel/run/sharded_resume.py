@@ -56,10 +56,10 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     _replicate(world, sharding, saver, step, replicate)
     saver.slots.keep_only(step)
     if step:
-        saved, facts = saver.slots.read(step)
-        saver.token = facts["token"]
+        saved, label = saver.slots.read(step)
+        saver.token = label["token"]
         log.info("continuing from step %d, which was in memory; the ranks had %s", step, everywhere)
-        return world.broadcast(manifest_of(facts) if world.rank == 0 else None), saved
+        return world.broadcast(manifest_of(label) if world.rank == 0 else None), saved
     saver.token = world.broadcast(uuid4().hex if world.rank == 0 else None) or ""
     return _from_disk(world, sharding, checkpoints)
 

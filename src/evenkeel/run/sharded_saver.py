@@ -18,7 +18,7 @@ from ..training.replica import Replica
 from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.state import State
-from .checkpoint import WRITER_TIMEOUT, facts_of, known_step
+from .checkpoint import WRITER_TIMEOUT, known_step, label_of
 from .saver import NOTHING_NEW, Rescued, Saver
 from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, write_rows, write_slots
 
@@ -71,8 +71,8 @@ class ShardedSaver(Saver):
                 self._replica.exchange(self.slots.holding(state.step))
 
     def _store(self, state: State, until: float = FOREVER, final: bool = False) -> None:
-        facts = facts_of(self.checkpoints, state.step, {}, "snapshot") | {"token": self.token}
-        self.slots.write(lambda slot: state.capture(until, slot, final), facts, until)
+        label = label_of(self.checkpoints, state.step, {}, "snapshot") | {"token": self.token}
+        self.slots.write(lambda slot: state.capture(until, slot, final), label, until)
 
     def write_slots(self) -> None:
         """Write what is in this rank's slots, so that other ranks' files of these steps become whole checkpoints."""

@@ -23,7 +23,7 @@ def write_memory_checkpoint(checkpoint: Stored) -> None:
             write_slots(checkpoint.slots, until)
             return
         time.sleep(RANK_DELAY * int(os.environ.get("LOCAL_RANK", "0")))
-        checkpoints, manifest = checkpoints_of(checkpoint.facts), manifest_of(checkpoint.facts)
+        checkpoints, manifest = checkpoints_of(checkpoint.label), manifest_of(checkpoint.label)
         state = torch.load(checkpoint.path, map_location="cpu", weights_only=True, mmap=True)
         checkpoints.save_if_new(state, until, manifest.metrics, manifest.kind)
     except OSError as error:

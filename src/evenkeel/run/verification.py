@@ -249,8 +249,8 @@ class Verification:
         for path in wrong:
             with contextlib.suppress(FileNotFoundError):  # nodes may share the folder
                 set_aside(path, WRONG)
-        for kind, facts in [*rank_memory.facts.items()]:  # what the disk has refused: the keeper would write it
-            if facts["step"] >= self._agreed_step:
+        for kind, label in [*rank_memory.labels.items()]:  # what the disk has refused: the keeper would write it
+            if label["step"] >= self._agreed_step:
                 rank_memory.discard(kind)
         return bool(wrong)
 

@@ -83,9 +83,9 @@ class Slot(Staging):
         self._buffers, self._static = _views(mmap.mmap(self._descriptor, self._end), static[0]), static
         self._static_bytes = os.pwrite(self._descriptor, pickle.dumps(static, PROTOCOL), self._end)
 
-    def complete(self, captured: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def complete(self, captured: Mapping[str, Any], label: Mapping[str, Any]) -> None:
         """Store the plain data of a state whose tensors are here, and what else a reader must know. It is whole now."""
-        size = os.pwrite(self._descriptor, pickle.dumps([captured, facts], PROTOCOL), self._end + self._static_bytes)
+        size = os.pwrite(self._descriptor, pickle.dumps([captured, label], PROTOCOL), self._end + self._static_bytes)
         os.pwrite(self._descriptor, SLOT_HEAD.pack(captured["step"], self._end, self._static_bytes, size), 0)
 
 
@@ -95,13 +95,13 @@ def clear(descriptor: int) -> None:
 
 
 def read(descriptor: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state in a slot, whose tensors are in the slot's memory, and the facts that were stored with it."""
+    """The state in a slot, whose tensors are in the slot's memory, and the label that was stored with it."""
     _, end, middle, size = SLOT_HEAD.unpack(os.pread(descriptor, SLOT_HEAD.size, 0))
-    (layout, rows), (plain, facts) = (
+    (layout, rows), (plain, label) = (
         _weights_only_unpickler.load(io.BytesIO(os.pread(descriptor, number, begin)), encoding="utf-8")
         for number, begin in ((middle, end), (size, end + middle))
     )
-    return _filled(plain, _views(mmap.mmap(descriptor, end), layout)) | {"rows": rows}, facts
+    return _filled(plain, _views(mmap.mmap(descriptor, end), layout)) | {"rows": rows}, label
 
 
 class Slots:
@@ -122,13 +122,13 @@ class Slots:
         return sorted({slot.step for slot in self._slots} - {0})
 
     def write(
-        self, capture: Callable[[Staging], dict[str, Any]], facts: Mapping[str, Any], until: float = FOREVER
+        self, capture: Callable[[Staging], dict[str, Any]], label: Mapping[str, Any], until: float = FOREVER
     ) -> int:
         """Copy a state over the older one, unless its step is stored. Returns its step.
 
         Args:
             capture: `State.capture` into this memory.
-            facts: see :func:`read`; at least its "step".
+            label: see :func:`read`; at least its "step".
             until: the moment until which to wait for another thread that writes.
 
         Raises:
@@ -137,11 +137,11 @@ class Slots:
         if not self._writing.acquire(timeout=left(until)):
             raise Torn("a copy of the last step is still in progress")
         try:
-            if facts["step"] in self.steps():  # another thread has stored it; the older one must stay
-                return int(facts["step"])
+            if label["step"] in self.steps():  # another thread has stored it; the older one must stay
+                return int(label["step"])
             slot = min(self._slots, key=lambda slot: slot.step)
             captured = capture(slot)
-            slot.complete(captured, facts)
+            slot.complete(captured, label)
             return int(captured["step"])
         finally:
             self._writing.release()
@@ -158,9 +158,9 @@ class Slots:
         return self.steps()
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state of this step, in memory of its own, and the facts stored with it."""
-        state, facts = read(self.holding(step))
-        return map_tensors(state, lambda tensor, _path: tensor.clone()), facts
+        """The state of this step, in memory of its own, and the label stored with it."""
+        state, label = read(self.holding(step))
+        return map_tensors(state, lambda tensor, _path: tensor.clone()), label
 
     def holding(self, step: int) -> int:
         """The descriptor of the slot with this step."""
