@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2645,
     "resilience": 1940,
     "training": 6959,
-    "run": 7652,
+    "run": 7697,
     "tasks": 2308,
     "mirror": 726,
     "launch": 3180,

@@ -25,7 +25,7 @@ class Refusal(Exception):  # noqa: N818  (a refusal is an answer, not an error o
     """Bad input: one line that names the flag or file, its value and the remedy.
 
     Programs print it as ``evenkeel: <line>`` on stderr and exit with :data:`REFUSED`. It comes before anything is
-    written, except from `Resume.load` (such as --strict-bits) and from `Run.distribute`.
+    written, except from `resume` (such as --strict-bits) and from `Run.distribute`.
     """
 
 

@@ -2,6 +2,7 @@
 
     run.py            Run: open, its steps, and what comes after each; every rank calls the same methods
     attempt.py        how an attempt begins: all ranks agree on data, options and cut
+    agreement.py      what all ranks must agree on: options, cut, bits
     start_checks.py   --mirror without a mirror, warnings before the first step, the disk that --keep-every needs
     data_check.py     all ranks, and all starts, read the same samples
     resume.py         the newest whole state of any node, on all ranks

@@ -18,7 +18,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -26,26 +25,23 @@ from uuid import uuid4
 import torch
 
 from ..common import keeper_link
-from ..common.arguments import flag
 from ..common.display import near
-from ..common.errors import Ended, EndedForGood, Refusal
-from ..common.phases import START_UP, activity
-from ..config import Config, changed_options, saved_options
-from ..config.options import ALIKE
+from ..common.errors import Ended, EndedForGood
+from ..config import Config, saved_options
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
 from ..distributed.causes import is_loss_of_a_rank, reason_of
 from ..distributed.devices import describe, explain_uneven
-from ..distributed.sync_batchnorm import refuse_too_few_ranks
 from ..distributed.world import World
 from ..resilience.interruption import REGROUPING
 from ..training.cut import Cutter
 from ..training.task import Task
 from . import crash_loop, tracking
+from .agreement import agree_on_cut, refuse_other_bits, refuse_other_options
 from .checkpoint import Checkpoints
 from .compiled_code import CompiledCode
 from .data_check import DataCheck
-from .fingerprint import MICRO_BATCH, compare_bits, fingerprint_of_run
+from .fingerprint import MICRO_BATCH, fingerprint_of_run
 from .identity import Identity, prepare_folder
 from .manifest import Provenance
 from .node_records import NodeRecords, gather_records
@@ -102,13 +98,13 @@ class Attempt:
         self.options = saved_options(config, task.options())
         self.data = DataCheck(config, self.path, world, plan.samples, self.sets)
         self._own_trackers = own_trackers(config.tracker if world.rank == 0 else ())
+        fingerprint = fingerprint_of_run(config, task, world)
+        self.compiled = CompiledCode(self.path, fingerprint) if config.compile else None
+        self.provenance = Provenance(fingerprint=fingerprint)
         run = Identity(self.options, task.harmless, self.data.samples, task.earlier, self.data.order, fixed)
         self._directory = claim(self.path, run, config.fresh, config.grace) if world.rank == 0 else None
         if world.local_rank == 0 and world.rank != 0:
             prepare_folder(self.path, run, config.fresh)
-        fingerprint = fingerprint_of_run(config, task, world)
-        self.compiled = CompiledCode(self.path, fingerprint) if config.compile else None
-        self.provenance = Provenance(fingerprint=fingerprint)
         self.checkpoints = Checkpoints(
             self.path / "checkpoints", config.keep, self.provenance, config.keep_best, config.keep_every,
             config.verify_every,
@@ -178,10 +174,14 @@ class Attempt:
         if self.compiled and self.world.local_rank == 0:
             self._notices.append(self.compiled.unpack(nodes.starts_over))
         # refuse before the run is written. Options first: data and cut depend on them, and bits on the cut
-        self._refuse_other_options()
+        refuse_other_options(self.world, self.config, self.options, self.harmless)
         self.data.compare(nodes.newest)
-        cut_line = self._decide_cut(nodes, find_micro_batch)
-        self._refuse_other_bits(nodes)
+        agreed = agree_on_cut(self.world, self._cutter, self.plan, nodes.newest_with_cut, find_micro_batch)
+        config, plan = self.config, self.plan = agreed.config, agreed.plan
+        self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
+        self.provenance.fingerprint |= {MICRO_BATCH: plan.cut, "threads": str(torch.get_num_threads())}
+        if config.strict_bits and not self._finished(nodes.newest):
+            refuse_other_bits(self.world, self.checkpoints, nodes.starts_over)
         # rank 0 writes first: it numbers the attempt, and with --fresh moves the old run away before ranks log
         status = self._record_start(nodes)
         self.provenance.run_id = status.get("run_id", "")
@@ -193,7 +193,7 @@ class Attempt:
         self._start_logging(status)
         # the logs are open, so the last end can be looked up there; W&B last, as only a start that goes on needs it
         self._check_crash_loop(status)
-        self._start_tracking(cut_line)
+        self._start_tracking(agreed.line)
         for line in filter(None, self._notices):
             log.warning("%s", line)
         return False
@@ -202,27 +202,6 @@ class Attempt:
         """Compare the task's own order of an epoch among ranks, and record it; raises as `DataCheck.compare_order`."""
         if (digest := self.data.compare_order(epoch)) and self.lead:
             self.lead.directory.try_update(orders={str(epoch): digest})
-
-    def _refuse_other_options(self) -> None:
-        """Refuse options that differ between ranks: each node has checked only its own command line and copy."""
-        everywhere = self.world.all_gather((self.options, {name: getattr(self.config, name) for name in sorted(ALIKE)}))
-        options, alike = everywhere[0]
-        for rank, (typed, here_alike) in enumerate(everywhere):
-            other = [(name, value, here_alike[name]) for name, value in alike.items() if here_alike[name] != value]
-            if differing := [*changed_options(options, typed, self.harmless), *other]:
-                name, first, here = differing[0]
-                raise Refusal(
-                    f"{flag(name)} is {first} on rank 0 and {here} on rank {rank}; type the same on all nodes"
-                )
-
-    def _refuse_other_bits(self, nodes: NodeRecords) -> None:
-        """With --strict-bits and a run that goes on: by the newest manifest of any node."""
-        if not self.config.strict_bits or self._finished(nodes.newest):
-            return
-        manifests = self.world.all_gather(self.checkpoints.newest_manifest() if self.world.local_rank == 0 else None)
-        present = [manifest for manifest in manifests if manifest and not nodes.starts_over]
-        newest = max(present, key=lambda manifest: manifest.step, default=None)
-        compare_bits(self.world.all_gather(self.provenance.fingerprint), newest, strict=True)
 
     def _record_start(self, nodes: NodeRecords) -> dict[str, Any]:
         """Record on rank 0 that an attempt starts, unless the run is finished. Returns the status, on all ranks."""
@@ -293,29 +272,6 @@ class Attempt:
                 f"--run-dir {near(self.path)}: cannot be written on {socket.gethostname()}: {error.strerror or error}; "
                 "free space or fix that, and run the same command again"
             )
-
-    def _decide_cut(self, nodes: NodeRecords, find_micro_batch: Callable[[], tuple[int, str]]) -> str:
-        """Decide how steps are cut, and the number of threads: as recorded for this run; for a new one, by options.
-
-        The same on all ranks, whichever node has the run's folder. Sets `config`, `plan`, what options and fingerprint
-        say of the cut, and torch's threads. Returns a line about a cut that was found, else "".
-        """
-        recorded = nodes.newest_with_cut
-        config, line = self._cutter(recorded), ""
-        if config.micro_batch == "auto":
-            found = recorded.get("micro_batch", 0)
-            if not found:
-                activity.enter(START_UP, "--micro-batch auto")
-                found, line = find_micro_batch()
-            config = replace(config, micro_batch=int(found))
-        if (threads := recorded.get("threads", 0)) and not config.threads:
-            torch.set_num_threads(threads)
-        self.config, self.plan = config, Plan.of(config, self.plan.length, self.plan.batches)
-        self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
-        if config.sync_batchnorm:
-            refuse_too_few_ranks(self.plan, self.world.world_size)
-        self.provenance.fingerprint |= {MICRO_BATCH: self.plan.cut, "threads": str(torch.get_num_threads())}
-        return line
 
     def _finished(self, status: dict[str, Any]) -> bool:
         over = status.get("stopped_early") or status.get("step", 0) >= self.plan.total_steps

@@ -51,18 +51,18 @@ class Manifest:
 
 @dataclass
 class Provenance:
-    """What all checkpoints of a run say of it (see `Manifest`). `Attempt` makes it; `Resume` and `Evaluator` set some.
+    """What all checkpoints of a run say of it (see `Manifest`). `Attempt` makes it; `resume` and `Evaluator` set some.
 
     Nothing of it changes after the first evaluation.
     """
 
     best_by: tuple[str, str] | None = None
-    """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `Resume`;
+    """(full name of a metric, "max" or "min") that decides which is best; None: none. Set by `resume`;
     again by `Evaluator`: without the assumed metric in the first evaluation the loss decides."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """`Attempt` completes it when the cut is decided; `Resume` sets rank 0's on all ranks."""
+    """`Attempt` completes it when the cut is decided; `resume` sets rank 0's on all ranks."""
     bits_void_from: int | None = None
-    """Set by `Resume`."""
+    """Set by `resume`."""
     run_id: str = ""
     """The run's, in status.json; set by `Attempt` once the start is recorded. A process that finds another id there
     is a leftover of the previous run, and writes nothing. Empty: no check."""

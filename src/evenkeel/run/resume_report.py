@@ -12,14 +12,14 @@ from ..training.freezing import left_evaluating, left_out, unregistered
 from ..training.state import State
 from .fingerprint import MICRO_BATCH, UNSET, Differences, cut_in_words, describe, read_cut
 from .records import TAIL, evaluation_in, read_records
-from .resume import Resume
+from .resume import Resumed
 from .run_directory import RunDirectory
 from .tracking import Tracker
 
 log = logging.getLogger(__name__)
 
 
-def report(resumed: Resume, config: Config, state: State, directory: RunDirectory, tracker: Tracker) -> None:
+def report(resumed: Resumed, config: Config, state: State, directory: RunDirectory, tracker: Tracker) -> None:
     """Log on rank 0 from where the run continues, and start the tracker."""
     _report_model(config, state)
     if keeper_link.has_keeper() and config.keeper_memory == "on":

@@ -3,7 +3,7 @@
 Every rank has a `Run` and calls the same methods, so `train.py` need not check its rank: on ranks other than 0 they
 only take part in the collectives. A `Run` connects its parts, and computes nothing itself:
 
-    open         `build` (devices, data, model, state), `Attempt.begin` (all ranks agree), `Resume` (the newest state);
+    open         `build` (devices, data, model, state), `Attempt.begin` (all ranks agree), `resume` (the newest state);
                  around the block `Ending` (the last finished step is saved) and `Watch` (hangs)
     distribute   `DistributedLoss`, the model and its loss on all ranks
     steps        sampler and loader, from the committed step on
@@ -53,7 +53,7 @@ from .checkpointer import Checkpointer
 from .earlier_run import recorded_options
 from .ending import Ending
 from .evaluator import Evaluator
-from .resume import Resume
+from .resume import resume
 from .resume_report import report
 from .start_checks import disk_needed, end_if_models_differ
 from .step_log import StepLog
@@ -167,9 +167,9 @@ class Run:
             raise
 
     def _resume(self) -> None:
-        """Load the newest complete state of any node, if there is one; raises as `Resume.load`."""
-        resumed = Resume(self.config, self.world, self.attempt.checkpoints)
-        resumed.load(self.state, self.checkpointer.saver)
+        """Load the newest complete state of any node, if there is one; raises as `resume`."""
+        checkpoints, saver = self.attempt.checkpoints, self.checkpointer.saver
+        resumed = resume(self.config, self.world, checkpoints, self.state, saver)
         self._unevaluated = resumed.unevaluated
         if self.attempt.lead:
             if self.config.keep_every:
