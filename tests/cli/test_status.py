@@ -16,6 +16,7 @@ from rich.console import Console
 
 from evenkeel.cli.follow import _Follower
 from evenkeel.cli.status import Metrics, Runs, _view, as_json, find, status_of
+from evenkeel.common.files import try_lock
 from evenkeel.run.checkpoint import Checkpoints
 from evenkeel.run.manifest import Provenance, read_manifest
 from tests.support.components import has
@@ -98,6 +99,16 @@ def test_a_run_on_another_machine(tmp_path: Path) -> None:
     assert {name: it["state"] for name, it in found.items()} == {"fresh": "unknown", "old": "lost", "here": "lost"}
     assert found["fresh"]["why"].startswith("it runs on elsewhere, which is not visible from here; last output ")
     assert found["old"]["why"] == "it ran on elsewhere, and has written nothing for 3 h"
+
+
+def test_a_run_that_has_restarted_says_why(tmp_path: Path) -> None:
+    run_dir, killed = write_run(tmp_path / "held", last_failure="no memory", world_sizes=[1, 1]), "rank 1 was killed"
+    with (run_dir / ".lock").open("w") as file:
+        assert try_lock(file)
+        assert facts(tmp_path)["held"]["why"] == "attempt 2 goes on after: no memory"
+        start = {"kind": "start", "step": 1, "time": time.time(), "last_end": killed}
+        (run_dir / "metrics.jsonl").write_text(json.dumps(start) + "\n")
+        assert facts(tmp_path)["held"]["why"] == f"attempt 2 goes on after: {killed}"
 
 
 def test_without_slurm_a_job_is_unknown_and_the_run_is_not(tmp_path: Path) -> None:

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.support import small_runs as runs
-from tests.support.processes import TRAIN, fork, read, run, running, start, torchrun, wait_until, wait_until_gone
+from tests.support.processes import (
+    TRAIN,
+    fork,
+    read,
+    records,
+    run,
+    running,
+    start,
+    torchrun,
+    wait_until,
+    wait_until_gone,
+)
 from tests.support.small_runs import (
     PLAN,
     SAMPLES,
@@ -49,6 +60,8 @@ def test_a_frozen_rank_is_named_and_the_bits_are_the_same(run_dir: Path, undistu
     verdict = "".join(line for line in done.stderr.splitlines() if "flight recorder" in line)
     assert not RECORDER or f"rank {victim} left no record here; rank {1 - victim} in gloo:all_reduce" in verdict
     assert f"rank {victim} does not answer any more" in read(run_dir, "status.json")["last_failure"]
+    assert [it.get("last_end") for it in records(run_dir, "start")] == [None, f"rank {victim} hung and was killed"]
+    assert f"evenkeel: rank {victim} hung and was killed; all ranks restart in place" in done.stderr
     assert not read(run_dir, "status.json")["wrong_nodes"], "there is one node only"
     assert len(starts(run_dir)) == 2
     assert starts(run_dir)[1] >= 3
@@ -84,6 +97,7 @@ def test_a_rank_that_is_stuck_in_its_data_says_so_itself(run_dir: Path, caplog: 
     logs = run_dir / "logs" / "attempt-0001"
     assert "recording_task.py" in (logs / "rank-1.stacks.txt").read_text()
     assert starts(run_dir) == [0, 3]
+    assert records(run_dir, "start")[1]["last_end"] == "rank 1 hung in data loading of step 4"
     assert read(run_dir)["samples_seen"] == PLAN.epochs * SAMPLES
     fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace", reason="older releases have none")
     (verdict,) = [line for line in done.stderr.splitlines() if "flight recorder" in line]

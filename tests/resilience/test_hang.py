@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from evenkeel.common import keeper_link
 from evenkeel.common.processes import stat
 from evenkeel.distributed.world import World
-from evenkeel.resilience.beats import Beat, beat_now, blamed, describe
+from evenkeel.resilience.beats import Beat, beat_now, blamed, describe, hung
 from evenkeel.resilience.diagnosis import Diagnosis
 from evenkeel.resilience.hang import Watch
 from evenkeel.resilience.resident import Resident
@@ -38,6 +38,8 @@ def test_the_culprit_comes_first() -> None:
     ranks = {0: waiting, 1: waiting, 2: waiting, 3: beat(811, "data loading")}
     line = "rank 3 is in data loading of step 812; ranks 0-2 wait in gradient reduction of step 812"
     assert describe(ranks, []) == line
+    assert hung(ranks, []) == "rank 3 hung in data loading of step 812"
+    assert (hung(ranks, [3]), hung(ranks, [0, 3])) == ("rank 3 hung and was killed", "ranks 0, 3 hung and were killed")
     assert describe(ranks, [3]) == (
         "rank 3 does not answer any more, last seen in data loading of step 812; "
         "ranks 0-2 wait in gradient reduction of step 812"

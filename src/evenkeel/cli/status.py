@@ -225,6 +225,9 @@ def status_of(run: Path, metrics: Metrics, job_id: str | None = None, job: JobSt
         status, trouble = {}, f"status.json cannot be read: {error}"
     heard = max(metrics.last.get("time", 0.0), status.get("time", 0.0)) or None
     state, why = _judge(run, status, heard, job_id, job) if "state" in status or not trouble else ("unknown", trouble)
+    if state == "running" and not why:  # it may have restarted after the death of a rank, or a failure
+        last = metrics.latest.get("start", {}).get("last_end") or status.get("last_failure")
+        why = f"attempt {len(status.get('world_sizes', []))} goes on after: {last}" if last else ""
     step = metrics.last.get("step", status.get("step", 0))
     if status.get("state") in ("finished", "stopped", "failed"):
         step = status.get("step", step)

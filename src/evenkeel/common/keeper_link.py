@@ -21,7 +21,7 @@ Message = Literal[Kind, "generation", "limit", "grace", "progress", "lost", "han
     checkpoint  the facts of a state in memory (`resilience.memory_checkpoint`)
     snapshot    the same of a rescue
     lost        it has probably lost another rank; the traceback to print if no keeper confirms that
-    hang        it ends because of a hang
+    hang        it ends because of a hang; which ranks hung
     refusal     it refuses its input; the line
     give_up     it would fail again, and should not be started again (`distributed.exits`)
     stop        it has received a stop signal

@@ -43,10 +43,11 @@ class Findings(NamedTuple):
     lowest: int  # the lowest live rank, which speaks for all
     frozen: list[Beat]  # of ranks whose heartbeat has stopped
     blamed: list[str]  # nodes that may be the cause
+    hung: str = ""  # which ranks hung, in short, for the next attempt
 
 
-def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
-    """Which rank is where, the likely culprits first: "rank 3 in data loading of step 812; ranks 0-2 wait in ..."."""
+def _groups(beats: dict[int, Beat], frozen: list[int]) -> list[tuple[tuple[bool, str, int], list[int]]]:
+    """(frozen or not, phase, step) -> the ranks there, the likely culprits first."""
     groups: dict[tuple[bool, str, int], list[int]] = {}
     for rank, beat in beats.items():
         groups.setdefault((rank in frozen, beat.phase, beat.step), []).append(rank)
@@ -55,17 +56,29 @@ def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
         silent, phase, _ = group
         return not silent, phase == REDUCTION, len(groups[group])
 
+    return [(group, groups[group]) for group in sorted(groups, key=innocence)]
+
+
+def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
+    """Which rank is where, the likely culprits first: "rank 3 in data loading of step 812; ranks 0-2 wait in ..."."""
     parts = []
-    for group in sorted(groups, key=innocence):
-        silent, phase, step = group
+    for (silent, phase, step), ranks in _groups(beats, frozen):
         does = "does not answer any more, last seen" if silent else "waits" if phase == REDUCTION else "is"
-        if len(groups[group]) > 1:
+        if len(ranks) > 1:
             does = {"is": "are", "waits": "wait"}.get(does, does.replace("does", "do"))
-        which = name_ranks(groups[group])
-        if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in groups[group] if beats[r].device]):
+        which = name_ranks(ranks)
+        if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in ranks if beats[r].device]):
             which += f" ({', '.join(devices)})"  # the GPU may be the cause
         parts.append(f"{which} {does} in {phase} of step {step + 1}")
     return "; ".join(parts)
+
+
+def hung(beats: dict[int, Beat], frozen: list[int]) -> str:
+    """Which ranks hung, in short: "rank 3 hung in data loading of step 812"; frozen ones are killed for that."""
+    if frozen:
+        return f"{name_ranks(frozen)} hung and {'were' if len(frozen) > 1 else 'was'} killed"
+    (_, phase, step), ranks = _groups(beats, frozen)[0]
+    return f"{name_ranks(ranks)} hung in {phase} of step {step + 1}"
 
 
 def blamed(beats: Mapping[int, Beat], frozen: Collection[int]) -> list[str]:

@@ -21,8 +21,8 @@ from ..common.deadlines import left
 from ..common.display import near, say
 from ..common.processes import stat
 from . import flight_recorder
-from .beats import Beat, Findings, beat_now, blamed, describe
-from .hang import ALARM, LEFT, STORE_TIMEOUT, Watch
+from .beats import Beat, Findings, beat_now, blamed, describe, hung
+from .hang import ALARM, HUNG, LEFT, STORE_TIMEOUT, Watch
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,11 @@ class Diagnosis:
         beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(second) if rank not in departed}
         frozen = [rank for rank in still if rank not in departed]
         lowest = min(beats.keys() - frozen, default=0)
-        return Findings(describe(beats, frozen), lowest, [beats[rank] for rank in frozen], blamed(beats, frozen))
+        text = hung(beats, frozen)
+        for rank in frozen:
+            store.set(f"{HUNG}/{rank}", text)  # before it is killed: its keeper asks why
+        where, silent = describe(beats, frozen), [beats[rank] for rank in frozen]
+        return Findings(where, lowest, silent, blamed(beats, frozen), text)
 
 
 def _is_stopped(beat: Beat) -> bool:

@@ -43,6 +43,12 @@ PATIENT = "patient"
 LEFT = "left"
 """Key in the store, with a rank: it has finished its part, and no longer beats."""
 
+HUNG = "hung"
+"""Key in the store, with a frozen rank: which ranks hung (`beats.hung`)."""
+
+WATCH = "watch"
+"""Prefix of these keys."""
+
 STORE_TIMEOUT = 5.0
 """Seconds for an answer of the store, whose machine may be gone."""
 
@@ -77,7 +83,7 @@ class Watch:
         self.timeout, self.world, self.logs = timeout, world, logs
         self.interval = max(1.0, world.world_size / 500)  # the store serves some thousand requests a second
         self._on_alarm, self._on_saved = on_alarm, on_saved
-        self.store = PrefixStore("watch", store) if store else None
+        self.store = PrefixStore(WATCH, store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
         self._saved_here, self._announced, self._seen = 0, 0, 0  # steps saved: here, announced, read
         self._patient = b""  # the last value read at PATIENT

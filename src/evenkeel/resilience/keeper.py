@@ -285,18 +285,19 @@ class Keeper:
         if code == 0:
             return not self._peers.await_all(self._stopped_within)
         if code < 0 and not self._regroup_time:  # after REGROUP this keeper may have killed it
-            death = f"rank {self._rank} was killed by {signal_name(-code)}"
+            hung = self._peers.hang_of() if -code == signal.SIGKILL else ""
+            how = death = hung or f"rank {self._rank} was killed by {signal_name(-code)}"
         elif "hang" in self._messages:
-            death = f"rank {self._rank} ended because of a hang"
+            how, death = self._messages["hang"], f"rank {self._rank} ended because of a hang"
         elif self._regroup_time or ("lost" in self._messages and self._is_confirmed()):
-            death = ""
+            how = death = ""
         else:
             return False
         if self._without_progress >= self._max_restarts:
             again = " again, without progress" * bool(self._max_restarts)
             _say(f"{death or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
             return False
-        if death and not self._peers.report_death(death):
+        if death and not self._peers.report_death(how):
             _say(f"{death}, and the other keepers cannot be told of it; torchrun decides")
             return False  # they would wait for this rank
         self._without_progress += 1

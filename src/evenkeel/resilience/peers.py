@@ -19,6 +19,7 @@ from ..common import keeper_link
 from ..common.errors import EndedHere
 from ..common.processes import under_torchrun
 from ..distributed.rendezvous import DIED, DO_NOT_WAIT, generation_store, job_store
+from .hang import HUNG, WATCH
 
 REQUEST_TIMEOUT = 10.0
 """Seconds for an answer of the store, whose machine may be gone. The keeper does nothing else meanwhile."""
@@ -110,6 +111,15 @@ class Peers:
         except RuntimeError:
             self._disconnect()
         return False
+
+    def hang_of(self) -> str:
+        """Which ranks hung, if the others found this one frozen, and so killed it; else ""."""
+        try:
+            if self._store and self._store.check([key := f"{WATCH}/{HUNG}/{self._rank}"]):
+                return self._store.get(key).decode()
+        except RuntimeError:
+            self._disconnect()
+        return ""
 
     def report_death(self, how: str) -> bool:
         """Report to the others how this rank has died; False if that failed although there are others."""

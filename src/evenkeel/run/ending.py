@@ -174,7 +174,7 @@ class Ending:
         saved = self._rescue(in_place=keeper_link.has_keeper()).text
         explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
         if diagnosis.is_within_reach():  # a frozen rank that stays would be waited for by those that start in place
-            keeper_link.send("hang")
+            keeper_link.send("hang", diagnosis.findings.hung)
         diagnosis.kill_frozen()  # before log and record, whose file system may hang; torchrun waits for these ranks
         log.info("failed at step %d: %s", self._state.step, explanation)
         activity.write_off()  # before the record, which has the seconds of each phase

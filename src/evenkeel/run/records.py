@@ -44,7 +44,7 @@ RECORD: dict[str, Any] = {"kind": "", "step": 0, "time": 0.0}
 
 MORE: dict[str, Any] = {
     "spent": {"": 0.0}, "world_size": 0, "digests": {"": ""}, "differences": {"": ["", ""]}, "hosts": [""],
-    "epoch": 0.0, "attempt": 0, "memory": [{"": 0}],
+    "epoch": 0.0, "attempt": 0, "memory": [{"": 0}], "last_end": "",
 }  # fmt: skip
 """Fields of some lines, besides values that are only shown."""
 

@@ -80,16 +80,18 @@ def test_attempts_end_as_they_say_or_were_killed(tmp_path: Path) -> None:
     records += [record("stop", 11, 22.0, reason="SIGTERM", spent=spent)]
     records += [record("start", 11, 30.0, world_size=1, spent=spent), record("failure", 12, 31.0, reason="<b>")]
     records += [record("start", 13, 40.0, world_size=1, spent=spent)]  # the attempt before has saved 13, and logged 12
-    left, killed = "rank 0 ended because of a hang", "rank 1 was killed by SIGKILL"
-    for time, reason, end in ((40.0, "in forward", left), (42.0, "gloo", killed), (44.0, "", left)):
+    left, killed, hung = "rank 0 hung in forward", "rank 1 was killed by SIGKILL", "rank 1 hung and was killed"
+    for time, reason, end in ((40.0, "in forward", left), (42.0, "gloo", killed), (44.0, "", left), (46.0, "no", hung)):
         records += [record("failure", 13, time + 1, reason=reason)]
         records += [record("start", 13, time + 2, world_size=1, spent=spent, last_end=end)]
+    records += [record("stop", 13, 49.0, reason="the death of another rank")]
+    records += [record("start", 13, 50.0, world_size=1, spent=spent, last_end=killed)]
     history = read(write(tmp_path / "run", records))
     found = [(it.ranks, it.first_step, it.last_step, it.ending, it.reason) for it in history.attempts]
     assert found == [
         (2, 0, 10, "killed", ""), (3, 5, 11, "stopped", "SIGTERM"), (1, 11, 13, "failed", "<b>"),
-        (1, 13, 13, "failed", "in forward"), (1, 13, 13, "failed", killed), (1, 13, 13, "failed", left),
-        (1, 13, 13, "killed", ""),
+        (1, 13, 13, "failed", "in forward"), (1, 13, 13, "killed", killed), (1, 13, 13, "failed", left),
+        (1, 13, 13, "killed", f"{hung}; no"), (1, 13, 13, "killed", killed), (1, 13, 13, "killed", ""),
     ]  # fmt: skip
     assert history.attempts[1].begun == 18.0
     assert history.again == 5

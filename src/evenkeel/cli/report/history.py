@@ -142,8 +142,10 @@ class History:
         step, time = record["step"], record["time"]
         if self.attempts:
             last = self.attempts[-1]
-            last.ending, end = last.ending or "killed", str(record.get("last_end") or "")
-            last.reason = end if " was killed by " in end else last.reason or end  # a rank that left has said why
+            end = str(record.get("last_end") or "")
+            if " killed" in end:  # the other ranks have only recorded what followed, or in which step one hung
+                last.ending, last.reason = "killed", f"{end}; {last.reason}" if " hung " in end and last.reason else end
+            last.ending, last.reason = last.ending or "killed", last.reason or end
             last.last_step = max(last.last_step, step)  # it was saved, though its last steps may not be logged
             self.again += last.last_step - step
         for curve in self.curves.values():
