@@ -27,9 +27,10 @@ def test_a_run_on_a_full_disk_goes_on_loudly_and_does_not_finish(tmp_path: Path)
         reported = [line for line in done.stderr.splitlines() if "NO CHECKPOINT at step" in line]
         assert reported[0] == (
             "evenkeel: ERROR: NO CHECKPOINT at step 20: [Errno 28] No space left on device; "
-            "training goes on, the last one is at step 10"
+            "training goes on, the last one is at step 10; "
+            f"the disk of {run_dir / 'checkpoints'} is full: none can be written until you free space"
         )
-        assert len(reported) == 1, "and then once a minute"
+        assert len(reported) == 1, "and then every ten minutes"
         assert [record["step"] for record in records(run_dir, "train")] == [10, 20, 30, 40]
         assert [record["step"] for record in records(run_dir, "checkpoint_failed")][:2] == [20, 23]
         assert records(run_dir, "eval")[-1]["step"] == 40

@@ -123,7 +123,7 @@ def test_a_full_disk_costs_lines_and_leaves_no_part_of_one(tmp_path: Path, caplo
         (folder / "filler").write_bytes(bytes(40_000))
         for step in range(1000):
             it.event("train", step, text="x" * (step % 97))
-        assert caplog.text.count("metrics.jsonl: [Errno 28] No space left on device") == 1, "and then once a minute"
+        assert caplog.text.count("metrics.jsonl: [Errno 28] No space left on device") == 1, "and then every ten minutes"
         (folder / "filler").unlink()
         it.event("train", 1000)
         told = [line["step"] for line in lines(folder)]

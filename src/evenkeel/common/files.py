@@ -69,6 +69,11 @@ def append_line(path: Path, line: bytes) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def is_full(error: OSError) -> bool:
+    """Whether a write failed because the disk, or the user's part of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a folder's entries to the disk; without that a rename is not durable."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from ..common.display import near
+from ..common.files import is_full
 from ..common.phases import CHECKPOINT, activity
 from ..common.repeats import Repeats
 from ..data.data_digest import TRAINING
@@ -81,7 +83,8 @@ class Checkpointer:
         try:
             with activity.during(CHECKPOINT, self.patience()):
                 seconds = self.saver.result()
-            self._failures = Repeats()
+            if self._failures.end():
+                log.warning("checkpoints can be written again: step %d is saved", step)
             if lead:
                 lead.tracker.event("checkpoint", step, seconds=round(seconds, 4))
                 self.announce(step)
@@ -90,7 +93,10 @@ class Checkpointer:
             if lead:
                 lead.tracker.event("checkpoint_failed", step, reason=str(error))
             text = f"NO CHECKPOINT at step {step}: {error}; training goes on, the last one is at step {last}"
-            self._failures.log(log, text)
+            full = (
+                f"; the disk of {near(self.saver.checkpoints.folder)} is full: none can be written until you free space"
+            )
+            self._failures.log(log, text + full * is_full(error))
 
     def on_saved(self, step: int) -> None:
         """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts."""

@@ -15,7 +15,6 @@ killed                           other ranks    memory          as before  -sign
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from ..common import keeper_link
 from ..common.errors import FAILED, Ended, EndedForGood, Refusal, Unfit
-from ..common.files import write_atomically, write_json
+from ..common.files import is_full, write_atomically, write_json
 from ..common.memory import is_out_of_memory
 from ..common.phases import CHECKPOINT, activity
 from ..common.processes import is_plain_torchrun
@@ -95,7 +94,7 @@ class Ending:
             spent = self._write_last(lead.directory, metrics, early_reason, weights)
         except OSError as error:
             # without room another attempt would only train this again
-            kind = EndedForGood if error.errno in (errno.ENOSPC, errno.EDQUOT) else Ended
+            kind = EndedForGood if is_full(error) else Ended
             raise kind(
                 f"not finished: step {state.step} cannot be written: {error}; the last checkpoint is at step "
                 f"{known_step(self._saver.checkpoints)}; free space and run the same command again"

@@ -25,6 +25,7 @@ import tomli_w
 from ..common.display import near, say
 from ..common.errors import Refusal
 from ..common.files import try_lock, unlock, write_atomically, write_json
+from ..common.repeats import Repeats
 from . import crash_loop
 from .earlier_run import in_use, is_run, is_untrained
 from .identity import Identity, move_aside, prepare_folder, refuse_another_run
@@ -58,6 +59,7 @@ class RunDirectory:
     _over: bool = False  # an end is recorded: nothing changes after it
     _claimed: float = field(default_factory=time.monotonic)  # when the folder was
     _seconds_before: float = 0.0  # of earlier attempts
+    _failures: Repeats = field(default_factory=Repeats)
     _updating: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -139,7 +141,7 @@ class RunDirectory:
         try:
             self.update("running", **facts)
         except OSError as error:
-            log.error("status.json: %s", error)
+            self._failures.log(log, f"status.json: {error}")
 
     def record_progress(self) -> None:
         """Record the first finished step of this attempt; called after each."""

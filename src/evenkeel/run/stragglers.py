@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median_low
 
 from ..common.files import append_json
+from ..common.repeats import Repeats
 from ..training.arrivals import BACKWARD, FORWARD, LOADING, MICRO_BATCHES, SAMPLES, STEPS
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Stragglers:
         self.path, self.hosts, self.shares = path, hosts, shares
         self.named: dict[int, str] = {}
         """A text for each late rank."""
-        self._hosts_written = False
+        self._hosts_written, self._failures = False, Repeats()
         self._counts = [0] * len(hosts)  # consecutive spans: late, or below 0 in time
         self._rows = [[0.0] * (STEPS + 1) for _ in hosts]
         self._since = (0, time.monotonic())
@@ -91,7 +92,7 @@ class Stragglers:
             append_json(self.path, record | parts | hosts)
             self._hosts_written = True
         except OSError as error:
-            log.error("%s: %s", self.path.name, error)
+            self._failures.log(log, f"{self.path.name}: {error}; training goes on without its lines")
         self._rows = [[a + b for a, b in zip(*both, strict=True)] for both in zip(self._rows, rows, strict=True)]
         if time.monotonic() - self._since[1] >= SPAN:
             self._judge(step)

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 LOG_TIMEOUT = 1.0
 """Seconds that a thread which logs waits for the disk."""
 
+_failures = Repeats()  # of the output
+
 
 def start_logs(folder: Path, world: World) -> None:
     """Send this rank's log records to ``folder/rank-R.log``, and rank 0's warnings to stderr as well."""
@@ -66,7 +68,7 @@ def say(text: str) -> None:
         lose_stdout()  # the reader may close (`| head`, a terminal)
         log.info("the output has no reader any more; metrics.jsonl continues")
     except OSError as error:
-        log.error("the output: %s", error)
+        _failures.log(log, f"the output: {error}")
 
 
 class _LogFile(logging.FileHandler):
@@ -256,7 +258,7 @@ class Tracker:
         try:
             append_json(self.path / "metrics.jsonl", record)
         except OSError as error:  # a full disk costs a line, not the training
-            self._failures.log(log, f"metrics.jsonl: {error}")
+            self._failures.log(log, f"metrics.jsonl: {error}; training goes on without its lines")
             return False
         return True
 
