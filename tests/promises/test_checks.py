@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support import needs
+from tests.support.components import has
 from tests.support.processes import read, records
 from tests.support.small_runs import PLAN, failed, job, model_of, odd_job, the_line, trained, weights_of
 
@@ -84,7 +85,11 @@ def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_o
         assert f"failed at step {BAD - 1}: the loss or the gradient" in log
 
     # the same run goes on, and leaves out the step that is not finite now: the calls are counted from there
-    trained(2, [*options, "--on-nonfinite", "skip"])
+    done, _ = trained(2, [*options, "--on-nonfinite", "skip"])
+    if has("replay"):
+        assert (
+            f"left out, 1 in this attempt; to see where it begins: python -m evenkeel replay {run_dir} " in done.stderr
+        )
     skipped = [(record["step"], record["skipped"]) for record in records(run_dir, "nonfinite")]
     assert skipped == [(2 * BAD, 1)], "the last step of an epoch has one call"
     assert read(run_dir)["step"] == PLAN.total_steps
@@ -102,4 +107,8 @@ def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_o
 )
 def test_the_samples_of_a_step_that_fails_are_named(tmp_path: Path, task: str, said: str) -> None:
     (done,) = failed(0, odd_job(task, tmp_path / "run"))
-    assert re.search(said, done.stdout + done.stderr, re.MULTILINE)
+    found = re.search(said, done.stdout + done.stderr, re.MULTILINE)
+    assert found
+    named = re.search(r"sample 9|samples \d+, \d+", found[0])
+    assert named
+    assert named[0] in read(tmp_path / "run", "status.json")["reason"]

@@ -49,18 +49,26 @@ def name_samples(error: BaseException, attempt: Attempt, state: State) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
-def say_hints(error: BaseException, attempt: Attempt, state: State) -> None:
+def say_hints(error: BaseException, attempt: Attempt, state: State) -> str:
     """Say on rank 0, after a step that was not finite, which of its samples are not, and the command that looks into
-    it. A hint only: the search has little time, and a value may be masked."""
+    it. A hint only: the search has little time, and a value may be masked. Returns what it says of the samples."""
     if not (isinstance(error, NonFinite) and attempt.lead):
-        return
-    step, package = state.step, __package__.partition(".")[0]
+        return ""
+    step, text = state.step + 1, ""
     with contextlib.suppress(Exception):  # the search may read what cannot be read
-        if bad := _not_finite(attempt, state, step):
-            attempt.say(f"evenkeel: {_listed(bad, attempt)} of step {step + 1} has values that are not finite")
-    if find_spec(f"{package}.time_travel"):
-        command = f"python -m {package} replay {shlex.quote(str(near(attempt.path)))} --step {step + 1}"
+        if bad := _not_finite(attempt, state, step - 1):
+            text = f"{_listed(bad, attempt)} of step {step} has values that are not finite"
+            attempt.say(f"evenkeel: {text}")
+    if command := replay_command(attempt, step):
         attempt.say(f"evenkeel: to see where it begins: {command}")
+    return text
+
+
+def replay_command(attempt: Attempt, step: int) -> str:
+    """The command that looks into a step, counted from 1; "" if it was removed."""
+    package = __package__.partition(".")[0]
+    command = f"python -m {package} replay {shlex.quote(str(near(attempt.path)))} --step {step}"
+    return command * bool(find_spec(f"{package}.time_travel"))
 
 
 def _numbers(attempt: Attempt, state: State, step: int) -> list[list[int]]:

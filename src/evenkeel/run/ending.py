@@ -200,7 +200,9 @@ class Ending:
         if self._step:  # before the first step there is nothing to save, and the cause comes next
             what = "rank 0 lost another rank" if lost else "failed"
             self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
-        say_hints(error, self._attempt, self._state)
+        if samples := say_hints(error, self._attempt, self._state):
+            with contextlib.suppress(OSError):
+                mark_failed(self._attempt.path / "status.json", f"{cause_of(error)}; {samples}")
 
     def _record_end(self, name: RunState, reason: str, exit_code: int, in_place: bool = False, **facts: Any) -> None:
         lead = self._attempt.lead

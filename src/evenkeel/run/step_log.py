@@ -19,6 +19,7 @@ from ..training.state import State
 from ..training.task import Task
 from ..training.whole_batch import has_batch_loss
 from .attempt import Attempt
+from .blame import replay_command
 from .hints import hints, measure
 from .stragglers import Stragglers
 
@@ -68,7 +69,8 @@ class StepLog:
         tracker = self._attempt.lead.tracker
         if state.skipped > self._skipped_logged:
             number, self._skipped_logged = state.last_skipped, state.skipped
-            log.warning("step %d was not finite and was left out, %d in this attempt", number, state.skipped)
+            look = f"; to see where it begins: {it}" if (it := replay_command(self._attempt, number)) else ""
+            log.warning("step %d was not finite and was left out, %d in this attempt%s", number, state.skipped, look)
             tracker.event("nonfinite", number, skipped=state.skipped)
         more = {name: float(rate) for name, rate in state.rates.items()}
         if state.scaler:  # of the next step, and how many the run has left out for it
