@@ -305,10 +305,13 @@ def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
         "continue it with the old values, name another folder, or start over with --fresh"
     )
     started(short := path.with_name("short"), max_steps=2)
-    longer = "; to train longer, begin a run in another folder with --init-from"
-    assert refusal(short, OPTIONS | {"max_steps": 3}).endswith(f"{longer} {short}")
+    longer, anew = "so to train longer, begin a run in another folder with --init-from", "counts from step 0"
+    assert refusal(short, OPTIONS | {"max_steps": 3}).endswith(
+        f"{longer} {short}: it takes only the weights, and {anew}"
+    )
     (short / "model.pt").touch()
-    assert refusal(short, OPTIONS | {"max_steps": 3}).endswith(f"{longer} {short / 'model.pt'}")
+    assert refusal(short, OPTIONS | {"max_steps": 3}).endswith(anew)
+    assert f"{longer} {short / 'model.pt'}: " in refusal(short, OPTIONS | {"max_steps": 3})
     assert refusal(short, OPTIONS | {"max_steps": 1}).endswith("or start over with --fresh")
     path.with_name("stepless").mkdir()
     claim(path.with_name("stepless"), OPTIONS, fresh=False).begin(OPTIONS, [""])
@@ -367,7 +370,7 @@ def test_of_a_job_whose_launch_is_alive_it_is_said_at_once(
     host, started = known["host"], processes.stat(other_job.pid).started
     write_json(path / "status.json", known | {"launch": [f"{host}:{other_job.pid}:{started}"]})
     monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 0.3)
-    refusal(path)
+    assert refusal(path).endswith(f"; stop that job (kill -INT {other_job.pid}) or name another folder")
     assert "is in use by" in capsys.readouterr().err
 
 

@@ -214,7 +214,9 @@ def _lock(path: Path, timeout: float) -> IO[bytes]:
     if timeout > silent:
         say(f"evenkeel: {_held(path)}; waiting up to {timeout - silent:.0f} s, in case it is ending", to_stderr=True)
     if not _take(file, path, time.monotonic() + timeout - silent):
-        raise Refusal(f"{_held(path)}; stop that job or name another folder")
+        holder, _ = read_facts(path / "status.json")
+        how = f" (kill -INT {holder['pid']})" if restarts_elsewhere(holder) else ""  # that process lives on this host
+        raise Refusal(f"{_held(path)}; stop that job{how} or name another folder")
     return file
 
 
