@@ -430,7 +430,7 @@ names of runs and metrics act on a terminal
     - return UNSEEN.sub(lambda it: it[0].encode("unicode_escape").decode(), text)
     + return text
 ranks may cut a batch in different ways
-    run/attempt.py | tests/processes/test_cut.py::test_ranks_with_other_options_are_refused[micro-batches-values1]
+    run/agreement.py | tests/processes/test_cut.py::test_ranks_with_other_options_are_refused[micro-batches-values1]
     - if here_alike[name] != value]
     + if value is here_alike]
 a start deletes the checkpoint that another process writes
