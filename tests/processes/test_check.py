@@ -56,10 +56,20 @@ def test_a_mistake_is_in_its_row_with_its_line(task: str, row: str, tmp_path: Pa
     assert FAILED not in {it.result for it in others.values()}, "only there"
 
 
-def test_a_mistake_in_predict_shows_before_a_run_has_ended(tmp_path: Path) -> None:
-    row = rows_of(f"{BAD}:PredictsWrong", tmp_path)["predict"]
-    assert row.result == FAILED
-    assert row.figure.endswith(f"bad_tasks.py:{guilty('PredictsWrong')}")
+@pytest.mark.parametrize(
+    ("task", "row", "result", "figure"),
+    [
+        ("PredictsWrong", "predict", FAILED, r".* at \S+bad_tasks.py:{}"),
+        # it ends the jobs too, whose rows have failed
+        ("Broadcasts", "loss, any cut", UNCHECKED, r"a loss .* at \S+bad_tasks.py:{}, .* take .squeeze\(1\) .*"),
+    ],
+)
+def test_an_error_of_a_method_is_shown_with_its_place(
+    task: str, row: str, result: str, figure: str, tmp_path: Path
+) -> None:
+    found = rows_of(f"{BAD}:{task}", tmp_path)[row]
+    assert found.result == result
+    assert re.fullmatch(figure.format(guilty(task)), found.figure)
 
 
 def test_what_the_jobs_would_refuse_is_refused_before_them(tmp_path: Path) -> None:

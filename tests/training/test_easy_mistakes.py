@@ -389,6 +389,35 @@ def test_a_mistake_in_the_first_step_is_shown_with_what_the_batch_is(tmp_path: P
     assert "nothing to save" not in done.stdout, "before the cause"
 
 
+BROADCASTS = """
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.mse_loss({loss})
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        return {{"loss": F.{metric}}}
+"""
+ONE, RIGHT = "model(batch[0])[:, :1]", "mse_loss(model(batch[0])[:, 0], batch[1].float(), reduction='none')"
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "said"),
+    [
+        (f"{ONE}, batch[1].float()", RIGHT, "outputs of shape [4, 1] and targets of shape [4] at {}:30, and"),
+        (f"{ONE}[:, 0], batch[1][:, None].float()", RIGHT, "take .squeeze(1) of the targets, or .unsqueeze(1) of "),
+        (f"{ONE}[:, 0], batch[1].float()", f"l1_loss({ONE}, batch[1].float())", "targets of shape [4] at {}:33, and"),
+        (f"{ONE}, torch.ones(())", f"huber_loss({ONE}, torch.ones(1))", ""),
+    ],
+)
+def test_outputs_of_one_column_and_flat_targets_end_the_run_at_once(
+    tmp_path: Path, loss: str, metric: str, said: str
+) -> None:
+    """Each sample would be compared with all. The last row is the control: one target for all may be meant."""
+    done = train(tmp_path, BROADCASTS.format(loss=loss, metric=metric), expect=int(said > ""))
+    assert said.format(tmp_path / "own.py") in done.stderr
+    assert "evenkeel: a loss of torch gets " in done.stderr or not said
+    assert told_step(tmp_path / "run") == (0 if said else 8)
+
+
 FETCHES = """
     def train_dataset(self) -> Any:
         class Shards(TensorDataset):

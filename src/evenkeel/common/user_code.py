@@ -13,11 +13,17 @@ import re
 import sys
 import textwrap
 import traceback
+import warnings
 from bdb import BdbQuit
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import Refusal, place_of
+from .errors import EndedHere, Refusal, place_of
+
+BROADCAST = r"Using a target size \D+(?!1\b)(\d+)(, 1)??((?:, \d+)*)\]\D+\[\1(?(2)|, 1)\3\]"
+"""torch's warning of a loss whose outputs and target are [n, ...] and [n, 1, ...], which makes [n, n, ...] of them.
+Other shapes may be meant, such as one target for all."""
 
 HINTS = {
     r"Found no NVIDIA driver|not compiled with CUDA|re-initialize CUDA": "leave out .cuda(): Evenkeel moves all there",
@@ -39,6 +45,25 @@ HINTS = {
     r"^'(tuple|list|dict)' object has no attribute": "not a tensor, but several: take one of them",
 }
 """Patterns in errors of torch -> what to do; these errors do not say it."""
+
+
+@contextlib.contextmanager
+def no_broadcast() -> Iterator[None]:
+    """A context in which `BROADCAST` is an error. For few steps: after it Python shows other warnings once more."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", BROADCAST)
+            yield
+    except UserWarning as error:
+        if not (found := re.search(BROADCAST, str(error))):
+            raise
+        n, one, rest = found.groups()
+        short, long = ("outputs", "targets") if one else ("targets", "outputs")
+        raise EndedHere(
+            f"a loss of torch gets {long} of shape [{n}, 1{rest}] and {short} of shape [{n}{rest}]"
+            f"{place_of(error.__traceback__)}, and would compare each of {n} samples with all: take .squeeze(1) of the "
+            f"{long}, or .unsqueeze(1) of the {short}"
+        ) from None
 
 
 def lacks_return(function: Any) -> bool:

@@ -29,7 +29,7 @@ LOST_KEEPER = "the keeper of rank "
 
 MISTAKES = (
     ArithmeticError, AssertionError, AttributeError, BdbQuit, LookupError, ModuleNotFoundError, NameError, RuntimeError,
-    SystemExit, TypeError, ValueError,
+    SystemExit, TypeError, UserWarning, ValueError,
 )  # fmt: skip
 """Errors of code, unless one of another type led to them, or they are torch's own types."""
 

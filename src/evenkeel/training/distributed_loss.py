@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..common.errors import Ended, seen_at
 from ..common.phases import COMPUTING, DATA, REDUCTION, activity
+from ..common.user_code import no_broadcast
 from ..config import Config
 from ..data.plan import MicroBatch, Plan
 from ..data.randomness import derive, seed_computation
@@ -146,7 +147,7 @@ class DistributedLoss:
 
     def __call__(self, batch: Any) -> Tensor:
         """The mean loss of a micro-batch, a scalar."""
-        with self._explained():
+        with self._explained(), no_broadcast() if self._sums.part_names is None else nullcontext():
             return self._pass.loss_of(self.module(batch))
 
     def backward(self, loss: Tensor) -> None:

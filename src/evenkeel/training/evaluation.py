@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..common.errors import place_of, seen_at
 from ..common.naming import TEST, in_set
 from ..common.phases import EVALUATION, activity
+from ..common.user_code import no_broadcast
 from ..config import Config
 from ..data.dataset import SizedDataset
 from ..data.loader import make_loader
@@ -95,7 +96,8 @@ class Evaluation:
         So a mistake in a task's metrics shows now, not after an epoch. Buffers, generators and flags are restored.
         """
         with activity.during(EVALUATION), generators_kept(), tensors_restored(self.model), self._only_first() as size:
-            sums = self._sums()
+            with no_broadcast():
+                sums = self._sums()
             for other in others:
                 self.for_each_batch(partial(other, self.model), lambda _found, _samples: None)
             try:

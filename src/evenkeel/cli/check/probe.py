@@ -26,6 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ...common.errors import Refusal
 from ...common.naming import TRAIN
+from ...common.user_code import no_broadcast
 from ...config import Config, validate
 from ...data.batch import to_device
 from ...data.data_digest import TRAINING
@@ -204,9 +205,10 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
     of_test = [("metrics", metrics, it, name) for name, it in tests[:1]]
     for key, compute, dataset, of in [("loss", value, sets[TRAINING], TRAINING), *of_test]:
         try:
-            found[key] = Parts(config, compute, model, dataset, of, device).compare(training=key == "loss")
+            with no_broadcast():
+                found[key] = Parts(config, compute, model, dataset, of, device).compare(training=key == "loss")
         except Exception as error:
-            found[key] = {"why": f"{type(error).__name__}: {error}".partition("\n")[0]}
+            found[key] = {"why": reason_of(error)}
         if task.collectives:
             found[key] = {"why": "the task calls collectives"}
     if has_batch_loss(task):
