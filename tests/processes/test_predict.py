@@ -175,7 +175,7 @@ def test_a_task_of_ones_own_says_what_is_predicted(tmp_path: Path) -> None:
     assert list(rows(tmp_path / "l.csv")[0]) == ["index", "prediction", "confidence", "target_0", "target_1"]
     images(tmp_path / "images", 1)
     for run_dir, given, code, line in (
-        (wrong, ["--set", "test"], 1, "predict() returned [] as 'prediction' for a batch of 16 samples: it must be"),
+        (wrong, ["--set", "test"], 1, f"tensor of shape [16] or [16, numbers]; see {tmp_path}/own.py:13"),
         (scores, ["--set", "test"], 1, "predict() returned 'probabilities' that do not add up to 1 in each row: they "),
         (own, ["--input", ROOT / "tools"], 2, "has no images; supported: .jpg"),
         (own, ["--input", tmp_path / "images"], 2, "the task Own has no read_image(path)"),

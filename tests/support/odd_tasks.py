@@ -97,6 +97,14 @@ NumberedMetric = odd("NumberedMetric", metrics=lambda task, model, batch: {0: to
 TwoOfThree = odd(  # a row of three numbers for each sample, and nobody to make them numbers
     "TwoOfThree", metrics=lambda task, model, batch: {"loss": model(batch[0]).repeat(1, 2)[:, :3]}
 )
+NoBatchLoss = odd(
+    "NoBatchLoss",
+    loss=Task.loss,
+    metrics=Task.metrics,
+    embed=lambda task, model, batch: model(batch[0]),
+    batch_loss=lambda task, embeddings: None,
+)
+OneEmbedding = odd("OneEmbedding", NoBatchLoss, embed=lambda task, model, batch: model(batch[0]).mean())
 RaggedMetric = odd(
     "RaggedMetric",
     metrics=lambda task, model, batch: {"loss": torch.zeros(len(batch[0]), len(batch[0]))},

@@ -70,14 +70,15 @@ def no_exit(kind: type[Ended] = EndedHere) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seen_at(method: Any) -> Iterator[None]:
-    """Name the user's method, by file and line, in an error about its result."""
+def seen_at(*methods: Any) -> Iterator[None]:
+    """Name, by file and line, the first of the methods that is the user's, in an error about its result."""
     try:
         yield
     except (Ended, Refusal) as error:
-        code = getattr(inspect.unwrap(method), "__code__", None)
+        codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
+        code = next((it for it in codes if it and owner(it.co_filename) == "user"), None)
         made_of_text = type(error) in (Ended, EndedForGood, EndedHere, Uncollated, Refusal)  # not those with more data
-        if not (made_of_text and code and owner(code.co_filename) == "user"):
+        if not (made_of_text and code):
             raise
         raise type(error)(f"{error}; see {code.co_filename}:{code.co_firstlineno}") from error.__cause__
 

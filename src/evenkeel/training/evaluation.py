@@ -127,8 +127,9 @@ class Evaluation:
         mine = {name: torch.stack(per_micro_batch).cpu() for name, per_micro_batch in sums.items()}
         gathered = [of_rank for of_rank in self.world.all_gather(mine) if of_rank] or [{}]
         shapes = [{name: values.shape[1:] for name, values in of_rank.items()} for of_rank in gathered]
-        for others in shapes:
-            check_alike(shapes[0], others)
+        with seen_at(self.task.metrics, self.task.loss):
+            for others in shapes:
+                check_alike(shapes[0], others)
         per_micro_batch = {name: torch.cat([of_rank[name] for of_rank in gathered]) for name in gathered[0]}
         return self._summary({name: values.sum(0) for name, values in per_micro_batch.items()}, self.samples)
 
@@ -136,7 +137,7 @@ class Evaluation:
         seed_task(self.sampler.seed, "summarize")
         means = {name: values / samples for name, values in sums.items()}
         arguments = {"samples": samples} if takes(self.task.summarize, "samples") else {}
-        with seen_at(self.task.summarize):
+        with seen_at(self.task.summarize, self.task.metrics, self.task.batch_loss, self.task.loss):
             return checked_summary(self.task.summarize(means, **arguments))
 
     def _sums(self) -> dict[str, list[Tensor]]:
@@ -145,7 +146,7 @@ class Evaluation:
 
         def add(found: Any, samples: int) -> None:
             of_samples = _of_each(found, samples)
-            with seen_at(self._compute):
+            with seen_at(self._compute, self.task.loss):
                 check_metrics(of_samples, samples, sums)
             for name, values in of_samples.items():
                 # counts are exact in float64, and a row for each micro-batch fixes the order of addition

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.errors import Ended
+from ..common.errors import Ended, seen_at
 from ..common.naming import kind_of
 from ..common.phases import EVALUATION, activity
 from .evaluation import Evaluation
@@ -27,12 +27,14 @@ def predictions(evaluation: Evaluation, top: int = 1) -> dict[str, Tensor]:
     """
     parts: list[dict[str, Tensor]] = []
     mine: dict[str, Tensor] | Ended
+
+    def take(returned: Any, samples: int) -> None:
+        with seen_at(evaluation.task.predict):
+            parts.append(rows_of(returned, samples, top))
+
     try:
         with activity.during(EVALUATION):
-            evaluation.for_each_batch(
-                lambda batch: evaluation.task.predict(evaluation.model, batch),
-                lambda returned, samples: parts.append(rows_of(returned, samples, top)),
-            )
+            evaluation.for_each_batch(lambda batch: evaluation.task.predict(evaluation.model, batch), take)
         mine = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
     except Ended as ended:  # the others would wait for this rank
         if evaluation.divided:  # in a forward pass: it sees that this rank has ended

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import seen_at
 from ..common.phases import activity
 from ..config import Config
 from ..data.dataset import SizedDataset
@@ -55,7 +56,9 @@ class WholeBatchEvaluation(Evaluation):
         rows: dict[str, list[Tensor]] = {}
 
         def add(found: Any, samples: int) -> None:
-            for name, value in checked_embeddings(found, samples).items():
+            with seen_at(self.task.embed):
+                checked = checked_embeddings(found, samples)
+            for name, value in checked.items():
                 rows.setdefault(name, []).append(value.cpu())
 
         self._is_first = self.shows and self.world.rank == 0
@@ -71,7 +74,7 @@ class WholeBatchEvaluation(Evaluation):
             end, device = min(start + self._batch, count), self.world.device
             part = {name: in_float32(value[start:end].to(device)) for name, value in whole.items()}
             seed_computation(derive(self.sampler.seed, f"batch_loss of {self.name}", start), self.world.devices)
-            with no_collectives("batch_loss()"):
+            with no_collectives("batch_loss()"), seen_at(self.task.batch_loss):
                 last = {"step": max(0, activity.step - 1)} if takes(self.task.batch_loss, "step") else {}
                 found = self.task.batch_loss(part.get("", part), **last)
                 loss, parts = checked_losses(found, trains=False, of="batch_loss()")

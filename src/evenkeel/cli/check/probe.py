@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ...common.errors import Refusal
+from ...common.errors import Refusal, seen_at
 from ...common.naming import TRAIN
 from ...common.user_code import no_broadcast
 from ...config import Config, validate
@@ -216,7 +216,7 @@ def computed(config: Config, task: Task, sets: Mapping[str, SizedDataset]) -> Fo
     if tests and type(task).predict not in (Task.predict, Classification.predict):
         batch, samples = Parts(config, metrics, model, tests[0][1], tests[0][0], device).batch([0])
         try:
-            with torch.no_grad(), mode(model, training=False, calm=True):
+            with torch.no_grad(), mode(model, training=False, calm=True), seen_at(task.predict):
                 rows_of(task.predict(model, batch), samples)
         except Exception as error:
             found["predict"] = reason_of(error)
