@@ -117,6 +117,26 @@ def test_a_missing_task_of_a_project_is_refused_by_its_file(write: Write, monkey
     assert refusal_of(parse, ["--task", "reef.task:Gone"]) == f"--task reef.task:Gone: {line}"
 
 
+@pytest.mark.parametrize(
+    ("task", "line"),
+    [
+        ("Mine", "unknown; did you mean reef.task:Mine? Built in: "),
+        ("mine", "unknown; did you mean reef.task:Mine? Built in: "),
+        (
+            "reef.tsk:Mine",
+            "does not import: ModuleNotFoundError: No module named 'reef.tsk'; did you mean reef.task:Mine?",
+        ),
+        ("ref.task:Mine", "does not import: ModuleNotFoundError: No module named 'ref'; did you mean reef.task:Mine?"),
+        ("reef.task:Mime", "Mime does not exist in reef.task, which has Mine; did you mean Mine?"),
+        ("classfy", "unknown; did you mean classify? Built in: "),
+    ],
+)
+def test_a_mistyped_task_of_a_project(write: Write, monkeypatch: pytest.MonkeyPatch, task: str, line: str) -> None:
+    write("reef/task.py", GOOD)
+    monkeypatch.chdir(write("pyproject.toml", '[tool.evenkeel]\ntask = "reef.task:Mine"\n').parent)
+    assert refusal_of(parse, ["--task", task]).startswith(f"--task {task}: {line}")
+
+
 def test_a_class_in_a_file(write: Write) -> None:
     write("my_job.py", GOOD)
     found = load_task("my_job.py:Mine")
@@ -158,7 +178,8 @@ def test_an_unknown_name(write: Write, name: str, why: str) -> None:
 def test_no_such_file_class_or_module(write: Write) -> None:
     write("there.py", GOOD)
     write("a_folder.py/x", "")
-    assert refusal("not_there.py:Mine") == "no file not_there.py"
+    assert refusal("not_there.py:Mine") == "no file not_there.py; did you mean there.py:Mine?"
+    assert refusal("xyz.py:Mine") == "no file xyz.py"
     assert refusal("a_folder.py:Mine") == "no file a_folder.py"
     write("bare.py", "from evenkeel.tasks import Classification")
     assert refusal("there.py:Yours") == "Yours does not exist in there.py, which has Mine; name one of them"

@@ -84,6 +84,33 @@ def _tasks_in(source: str) -> list[str]:
     return [it.__name__ for it in kinds if it.__module__ == module.__name__]
 
 
+def _known() -> dict[str, str]:
+    """What --task may be, by the short name: the built-in tasks, and the classes of the project's module."""
+    known = {it: it for it in built_in()}
+    with contextlib.suppress(Refusal, OSError):  # the project's file is read, not run
+        source = default_task()[0].rpartition(":")[0]
+        name = source if source.endswith(".py") else source.replace(".", os.sep) + ".py"
+        files = [file for folder in sys.path if (file := Path(folder, name)).is_file()]
+        known |= {it: f"{source}:{it}" for file in files[:1] for it in re.findall(OF_A_TASK, file.read_text(), re.M)}
+    return known
+
+
+def _load(source: str, attribute: str, label: str) -> Any:
+    """As `load_name`; the refusal of a file or module that is not there names the one that may be meant."""
+    try:
+        return load_name(f"{source}:{attribute}", label)
+    except Refusal as refusal:
+        lacks = getattr(refusal.__cause__, "name", None) if isinstance(refusal.__cause__, ImportError) else None
+        if not (str(refusal).endswith(f": no file {source}") or (lacks and f"{source}.".startswith(f"{lacks}."))):
+            raise
+        name, known = f"{source}:{attribute}", {it: it for it in _known().values()}
+        if source.endswith(".py"):  # by the stems, because all ends are alike
+            files = Path(source).parent.glob("*.py")
+            name, known = Path(source).stem, {it.stem: f"{it}:{attribute}" for it in files if it.is_file()}
+        near = [f"; did you mean {known[it]}?" for it in difflib.get_close_matches(name, known, 1)]
+        raise Refusal("".join([str(refusal), *near])) from refusal.__cause__
+
+
 def load_task(name: str, label: str = "") -> type[Task]:
     """The class behind --task: a built-in by name, else FILE.py:CLASS or PACKAGE.MODULE:CLASS.
 
@@ -95,7 +122,8 @@ def load_task(name: str, label: str = "") -> type[Task]:
     here, label = built_in(), label or f"--task {name}"
     source, _, attribute = (f"{__package__}.{name}:{BUILT_IN[name]}" if name in here else name).rpartition(":")
     if not source or not attribute:
-        near = [f"unknown; did you mean {it}?" for it in difflib.get_close_matches(name, here, 1)]
+        known = _known()
+        near = [f"unknown; did you mean {known[it]}?" for it in difflib.get_close_matches(name, known, 1)]
         why = "has been deleted from this copy of Evenkeel" if name in BUILT_IN else [*near, "unknown"][0]
         if name == "digits":  # of version 0.1.0
             why = "is now --task classify --dataset digits, the defaults"
@@ -106,7 +134,7 @@ def load_task(name: str, label: str = "") -> type[Task]:
             why += f"; did you mean {' or '.join(classes[:MOST_LISTED])}?" if classes else ""
         own = "your own: FILE.py:CLASS or PACKAGE.MODULE:CLASS"
         raise Refusal(f"{label}: {why}{' Built' if why.endswith('?') else '; built'} in: {', '.join(here)}; {own}")
-    found = load_name(f"{source}:{attribute}", label)
+    found = _load(source, attribute, label)
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = f"is not a subclass of evenkeel.tasks.Task in {source}{place_of_class(found)}"
         if found is None:
