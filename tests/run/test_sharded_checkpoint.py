@@ -1,6 +1,7 @@
 """The state of a sharded run: files of rows that any number of ranks can read, and slots in memory."""
 
 import contextlib
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +236,34 @@ def test_what_a_rank_that_was_killed_could_not_complete_is_completed(
     assert checkpoints.newest_step() == 0
     complete(checkpoints)
     assert same(load(checkpoints.folder / "step-00000005"), whole(5))
+
+
+@pytest.mark.parametrize("fails", range(1, 9))
+def test_rows_outlive_a_look_into_a_folder_that_fails_for_a_moment(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    """Those of a step that only lacks its name, and of one that another process writes."""
+    in_a_fork(lambda: save_unnamed(checkpoints, monkeypatch), killed=True)
+    (written := checkpoints.folder / ".step-00000006.other.tmp").mkdir()
+    looks = count(1)
+
+    def look(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any) -> Any:
+            if next(looks) == fails:
+                raise PermissionError(errno.EACCES, "Permission denied")  # which `Path.glob` of Python 3.11 hides too
+            return operation(*arguments)
+
+        return act
+
+    with (written / "state.pt").open("wb") as file:
+        assert try_lock(file)
+        with monkeypatch.context() as patch, contextlib.suppress(PermissionError):
+            for name in ("listdir", "scandir"):
+                patch.setattr(os, name, look(getattr(os, name)))
+            await_writers(checkpoints)
+        await_writers(checkpoints)
+        assert same(load(checkpoints.folder / "step-00000005"), whole(5))
+        assert (written / "state.pt").exists()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["has looked", "moves away one that was there"])

@@ -28,7 +28,7 @@ from ..resilience.slot_files import step_in
 from ..training import slots
 from .checkpoint import LEFT_BEHIND, WRITER_TIMEOUT, Checkpoints, check_not_stale, checkpoints_of
 from .manifest import MANIFEST, step_of
-from .state_files import HIDDEN, WrittenFile, clean, clean_locked, dump, file_of, final_of, folder_of, state_files
+from .state_files import WrittenFile, clean, clean_locked, dump, file_of, final_of, folder_of, hidden, state_files
 
 ROWS_TIMEOUT = 600.0
 """Seconds that rank 0 waits for the rows of the others, after its own are written."""
@@ -163,8 +163,8 @@ def await_writers(checkpoints: Checkpoints) -> None:
     """At a start: wait for processes of earlier attempts that still write, complete what they can no longer, and
     delete what is left."""
     until = time.monotonic() + WRITER_TIMEOUT
-    for folder in sorted(checkpoints.folder.glob(HIDDEN)):
-        with contextlib.suppress(OSError), folder_locked(folder, until):  # OSError: complete, it has another name now
+    for folder in sorted(hidden(checkpoints.folder)):
+        with contextlib.suppress(FileNotFoundError), folder_locked(folder, until):  # complete, it has another name now
             publish_if_whole(checkpoints, folder, until)
     clean(checkpoints.folder)
 

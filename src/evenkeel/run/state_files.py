@@ -34,9 +34,6 @@ T = TypeVar("T")
 
 STATE = "state.pt"
 
-HIDDEN, REPLACED = ".step-*.tmp", ".step-*.old"
-"""The folders of checkpoints that are being written or deleted, and of those that are replaced by the same step."""
-
 DAMAGED, WRONG = "damaged-", "wrong-"
 """The names of checkpoints that were set aside begin with one: damaged, or of a state that --verify-every doubts."""
 
@@ -261,9 +258,14 @@ def entries(folder: Path, pattern: str) -> list[Path]:
     return []
 
 
+def hidden(folder: Path) -> list[Path]:
+    """The folders of checkpoints that are being written or deleted."""
+    return entries(folder, ".step-*.tmp")
+
+
 def replaced(folder: Path) -> dict[Path, Path]:
     """Checkpoints whose step is being written again, or was when a kill came, and the paths that they had."""
-    return {path: final_of(path) for path in entries(folder, REPLACED)}
+    return {path: final_of(path) for path in entries(folder, ".step-*.old")}
 
 
 def clean(folder: Path) -> None:
@@ -290,9 +292,10 @@ def clean_locked(folder: Path, idle: float = 0.0) -> None:
                 delete(old)
             else:
                 old.replace(final)
-    for temporary in folder.glob(HIDDEN):
-        with contextlib.suppress(OSError):  # its writer has just renamed it
-            files = [*temporary.rglob("*")]
+    for temporary in hidden(folder):
+        with contextlib.suppress(OSError):  # its writer has just renamed it, or it cannot be listed
+            inside = entries(temporary, "*")
+            files = [*inside, *(file for each in inside for file in entries(each, "*"))]
             written = max(it.stat().st_mtime for it in (temporary, *files))
             if time.time() - written >= idle and not any(map(_is_locked, files)):
                 delete(temporary)
