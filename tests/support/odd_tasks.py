@@ -455,6 +455,13 @@ class NotANumber(Usual):
         return None
 
 
+class Masked(NotANumber):
+    """Every sample has a value that is not finite, such as a mask."""
+
+    def sample(self, index: int) -> Any:
+        return torch.tensor([index / 13, 0, -torch.inf]), index % 2
+
+
 class FailsLater(Usual):
     """A mistake that shows after the first step only."""
 
