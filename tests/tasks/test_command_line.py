@@ -621,9 +621,10 @@ def test_the_line_of_an_error_says_that_it_is_tried_again_and_why(
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     for error in (OSError(5, "Input/output error"), Ended("no room")):
         assert last_line(error, 2).endswith(
-            "; torchrun may try again, in case the machine is to blame (restart 3 of 3)"
+            "; torchrun tries again, in case the machine is to blame, unless another rank reports a mistake"
+            " (restart 3 of 3)"
         )
-        assert "trying" not in last_line(error, 3)
+        assert "tries" not in last_line(error, 3)
 
 
 def from_another(error: Exception, cause: Exception) -> Exception:
