@@ -1,5 +1,6 @@
 """Topology -> command, what the launchers refuse, and single-node runs of real torchrun processes."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -218,6 +219,20 @@ def test_a_damaged_environment_is_tried_once(elsewhere: Path) -> None:
     env = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(REPOSITORY / "none")}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=20)
     assert done.stderr == "evenkeel: is not installed here; run: make setup\n"
+
+
+TYPED = ("launch/single_node.py", "slurm/submit.py", "docker/run.py", "k8s/submit.py --image none")
+
+
+@pytest.mark.parametrize("launcher", [it for it in TYPED if (REPOSITORY / it.split()[0]).exists()])
+def test_a_dry_run_whose_reader_has_left_is_no_error(launcher: str) -> None:
+    """As after `| head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    argv = [sys.executable, *launcher.split(), "--dry-run"]
+    done = subprocess.run(argv, cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    os.close(writing)
+    assert (done.returncode, "Broken pipe" in done.stderr) == (0, False), done.stderr
 
 
 @pytest.mark.parametrize("found", [False, True], ids=["nothing", "only src"])

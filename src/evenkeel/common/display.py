@@ -85,6 +85,14 @@ def say(text: str, to_stderr: bool = False) -> None:
         print(f"{erase}{plain(text)}\n", end="", file=stream, flush=True)
 
 
+def show(text: str) -> None:
+    """Print the result of --dry-run as it is. Its reader may close the output, as in `| head -1`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        lose_stdout()
+
+
 def flush() -> None:
     """Write out what stdout and stderr still have; no error if a reader is gone."""
     for stream in (sys.stdout, sys.stderr):

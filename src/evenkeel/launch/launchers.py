@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from ..common.arguments import flag, one_line_errors, refuse_empty, some_options
-from ..common.display import announce
+from ..common.display import announce, show
 from ..common.errors import FAILED, REFUSED, Refusal
 from ..common.keyboard import CtrlC
 from ..common.network import Link, find_link, meet
@@ -259,7 +259,7 @@ def main(argv: Sequence[str], train: Path) -> int:
     announce()
     start = prepare(argv, train)
     if start.typed.dry_run:
-        print(start.command.explained())
+        show(start.command.explained())
         return 0
     wait_for_master(start.topology, start.fetches)
     if start.typed.doctor and (code := doctor_says(start.command, start.config is not None)):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...common.display import show
 from ...common.errors import Refusal
 from ...common.network import Unanswered, Waiting
 from ...config import Config
@@ -55,7 +56,7 @@ def _launch(arguments: list[str]) -> int:
     start = prepare(arguments, TRAIN)
     check_host(start.config)
     if typed.dry_run:
-        print(start.command.explained())
+        show(start.command.explained())
         return 0
     if start.topology.max_nodes > 1:
         hold_places(f"{topology.master_port} {topology.run_id}", start.link.address)

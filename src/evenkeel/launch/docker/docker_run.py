@@ -22,7 +22,7 @@ from uuid import uuid4
 import tyro
 
 from ...common.arguments import GPUS_HIDDEN, flag, number_in
-from ...common.display import say
+from ...common.display import say, show
 from ...common.errors import Refusal
 from ...config import Flag
 from ...run.records import read_config
@@ -206,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     host = Host.here(typed.runs)
     run = command(replace(typed, dry_run=False), train_args, host, os.environ)
     if typed.dry_run:
-        print(run)
+        show(str(run))
         if not host.gpus:  # the line may be copied to another machine
             say("no GPU here, so the line gives the container none; print it where it runs", to_stderr=True)
         return 0

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 
 from ...common.arguments import some_options
+from ...common.display import show
 from ...common.errors import Refusal
 from ...run.records import read_config
 from ..launchers import check_train_options, parse_arguments
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     job = job_of(typed, train_args)
     text = document(*objects(job))
     if typed.dry_run:
-        print(text)
+        show(text)
         return 0
     where = ["--namespace", typed.namespace] if typed.namespace else []
     name, ended = f"{typed.kind}/{job.name}", " ".join(["kubectl delete", f"{typed.kind}/{job.name}", *where])

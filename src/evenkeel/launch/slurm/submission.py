@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import submitit
 import tyro
 
+from ...common.display import show
 from ...common.errors import Refusal
 from ...common.files import close_to_others, make_unused, unused
 from ...config import Flag, MaybePath, option
@@ -110,7 +111,7 @@ def main(argv: Sequence[str], repository: Path) -> int:
     _forget_other_jobs(typed)
     executor = _executor(typed, partition, minutes, folder, repository, configs[0])
     if typed.dry_run:
-        print(executor._make_submission_file_text(executor._submitit_command_str, ""))
+        show(executor._make_submission_file_text(executor._submitit_command_str, ""))
         return 0
     revision = copy_code(repository, folder / "code", configs[0].task, leave_out=(run_dir, folder.parent))
     shutil.copy2(JOB_SCRIPT, folder)
