@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 1965,
+    "common": 2009,
     "config": 601,
     "data": 3203,
     "distributed": 2645,
-    "resilience": 1940,
-    "training": 6959,
-    "run": 7697,
-    "tasks": 2308,
-    "mirror": 726,
-    "launch": 3180,
-    "cli": 7532,
+    "resilience": 1974,
+    "training": 6968,
+    "run": 7759,
+    "tasks": 2336,
+    "mirror": 727,
+    "launch": 3183,
+    "cli": 7539,
     "time_travel": 1691,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -20,9 +20,10 @@
     ending.py         finished, stopped, failed or hung: what is saved and recorded
     summary.py        summary.json and the closing line of a finished run
     blame.py          the samples of a step that has failed
-    run_directory.py  the folder: claim and lock it, status.json
+    run_directory.py  the folder: claim it, status.json
+    run_lock.py       its lock, for one job
     identity.py       whether a job may use the folder: empty, or with the same run in it; moves a run aside
-    earlier_run.py    what is in the folder: a run or none, trained or not, its options; in use or not
+    earlier_run.py    what is in the folder: a run or none, trained or not, its options
     node_records.py   what the nodes have recorded of a run: whether it goes on or starts over
     launch_token.py   whether a start is a restart of the same launch
     crash_loop.py     counts attempts in a row that finish no step

@@ -1,4 +1,4 @@
-"""What is in a run directory before a start: a run or none, trained or not, its options; whether it is in use."""
+"""What is in a run directory before a start: a run or none, trained or not, its options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import Refusal
-from ..common.files import LOCK, try_lock
+from ..common.files import LOCK
 from .checkpoint import Checkpoints
 from .records import read_config, read_facts, read_records
 
@@ -53,13 +53,6 @@ def has_trained(path: Path, status: Mapping[str, Any]) -> bool:
     there = status.get("step") or (path / "model.pt").exists()
     there = there or (os.path.lexists(checkpoints) and any(it.name != LOCK for it in checkpoints.iterdir()))
     return bool(there) or any(record["step"] for record in read_records(path / "metrics.jsonl"))
-
-
-def in_use(path: Path) -> bool:
-    """Whether a job has locked the folder; False also where nodes share no locks."""
-    with contextlib.suppress(OSError), (path / ".lock").open("r+b") as file:
-        return not try_lock(file)
-    return False
 
 
 def recorded_options(path: Path | None, untrained: bool | None = None) -> dict[str, Any]:

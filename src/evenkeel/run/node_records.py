@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from ..common.display import near
 from ..common.errors import Refusal
 from ..distributed.world import World
-from .earlier_run import has_trained, in_use, is_run, is_untrained, recorded_options
+from .earlier_run import has_trained, is_run, is_untrained, recorded_options
 from .launch_token import is_restart, launch_token
 from .records import read_facts
+from .run_lock import in_use
 
 
 class NodeRecords(NamedTuple):

@@ -6,41 +6,32 @@ for the other ranks' logs, traces and rescues, and what another rank or a schedu
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 import tomli_w
 
-from ..common.display import near, say
+from ..common.display import near
 from ..common.errors import Refusal
-from ..common.files import try_lock, unlock, write_atomically, write_json
+from ..common.files import write_atomically, write_json
 from ..common.repeats import Repeats
 from . import crash_loop
-from .earlier_run import in_use, is_run, is_untrained
+from .earlier_run import is_run, is_untrained
 from .identity import Identity, move_aside, prepare_folder, refuse_another_run
-from .launch_token import is_restart, restarter, restarts_elsewhere
-from .records import read_facts, read_record
+from .launch_token import is_restart, restarter
+from .records import attempt_ends, read_facts
+from .run_lock import LOCK_TIMEOUT, MAX_LOCK_TIMEOUT, RunLock, in_use
 
 log = logging.getLogger(__name__)
 
 RunState = Literal["running", "finished", "stopped", "failed"]
-
-LOCK_TIMEOUT = 10.0
-"""Seconds beyond --grace to wait for the lock: a restarted rank 0 may meet its dying predecessor."""
-
-MAX_LOCK_TIMEOUT = 100.0
-"""Maximum seconds of both: the other ranks wait `world.RESTART_TIMEOUT` for rank 0."""
 
 
 @dataclass
@@ -50,7 +41,7 @@ class RunDirectory:
     path: Path
     status: dict[str, Any]
     """The content of status.json."""
-    _lock: IO[bytes]
+    lock: RunLock
     trouble: str = ""
     """A description of what is wrong with the existing status.json, or ""."""
     untrained: bool = False
@@ -79,8 +70,7 @@ class RunDirectory:
 
     def release(self) -> None:
         """Unlock the folder, for a process that goes on after the run."""
-        unlock(self._lock)
-        self._lock.close()
+        self.lock.release()
 
     def start_over(self, tokens: Sequence[str]) -> str:
         """Move the run in the folder aside. One that has trained nothing stays, and its logs go on.
@@ -155,7 +145,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / ".lock").exists():
             try:
-                self._lock = _lock(self.path, timeout=0.0)
+                self.lock = RunLock(self.path, timeout=0.0)
             except Refusal as refusal:  # this job cannot be refused any more
                 log.error("%s", refusal)
         _write_config(self.path, self._options)
@@ -166,16 +156,15 @@ def claim(path: Path, run: Identity, fresh: bool, grace: float = 0.0) -> RunDire
     """Check the folder by :func:`prepare_folder`, and lock it for rank 0 of this job, or refuse if it is in use for
     longer than --grace, in which a job that was told to stop writes its last step."""
     prepare_folder(path, run, fresh)
-    locked = _lock(path, min(LOCK_TIMEOUT + grace, MAX_LOCK_TIMEOUT))
+    lock = RunLock(path, min(LOCK_TIMEOUT + grace, MAX_LOCK_TIMEOUT))
     untrained = is_untrained(path)  # again: the previous job may have started over
     if not (fresh or untrained):
         refuse_another_run(path, run)
     status, trouble = read_facts(path / "status.json")
     if trouble and "world_sizes" not in status:  # the number of starts, and with it the names of logs
-        with contextlib.suppress(OSError), (path / "metrics.jsonl").open("rb") as file:
-            found = filter(None, map(read_record, file))
-            status["world_sizes"] = [it.get("world_size", 1) for it in found if it["kind"] == "start"]
-    return RunDirectory(path, status, locked, trouble, untrained)
+        starts = [it for it in attempt_ends(path / "metrics.jsonl") if it["kind"] == "start"]
+        status["world_sizes"] = [it.get("world_size", 1) for it in starts]
+    return RunDirectory(path, status, lock, trouble, untrained)
 
 
 def copy_run_records(path: Path, options: dict[str, Any], status: dict[str, Any], fresh: bool) -> Path | None:
@@ -202,44 +191,3 @@ def mark_failed(file: Path, reason: str, **facts: Any) -> None:
 
 def _write_config(path: Path, options: dict[str, Any]) -> None:
     write_atomically(path / "config.toml", lambda file: file.write(tomli_w.dumps(options).encode()), private=True)
-
-
-def _lock(path: Path, timeout: float) -> IO[bytes]:
-    """Lock the folder until this process ends, however it ends."""
-    file = (path / ".lock").open("ab")
-    # seconds before it says that it waits: a dying predecessor needs less, a job of another command more
-    silent = 0.0 if restarts_elsewhere(read_facts(path / "status.json")[0]) else min(1.0, timeout)
-    if _take(file, path, time.monotonic() + silent):
-        return file
-    if timeout > silent:
-        say(f"evenkeel: {_held(path)}; waiting up to {timeout - silent:.0f} s, in case it is ending", to_stderr=True)
-    if not _take(file, path, time.monotonic() + timeout - silent):
-        holder, _ = read_facts(path / "status.json")
-        how = f" (kill -INT {holder['pid']})" if restarts_elsewhere(holder) else ""  # that process lives on this host
-        raise Refusal(f"{_held(path)}; stop that job{how} or name another folder")
-    return file
-
-
-def _held(path: Path) -> str:
-    """That a folder is in use, and by whom."""
-    holder, _ = read_facts(path / "status.json")
-    return f"--run-dir {near(path)}: is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}"
-
-
-def _close(file: weakref.ref[IO[bytes]]) -> None:
-    """In a fork: a child that outlives this process must not keep its lock."""
-    if copy := file():
-        copy.close()
-
-
-def _take(file: IO[bytes], path: Path, until: float) -> bool:
-    """Lock the file, but not between the death of another job's rank 0 and its restart."""
-    while try_lock(file, until):
-        if not restarts_elsewhere(read_facts(path / "status.json")[0]):
-            os.register_at_fork(after_in_child=partial(_close, weakref.ref(file)))
-            return True
-        unlock(file)
-        if time.monotonic() >= until:
-            break
-        time.sleep(0.05)
-    return False
