@@ -137,7 +137,8 @@ def test_a_gpu_that_is_only_behind_is_waited_for() -> None:
 def test_a_planned_checkpoint_of_a_step_that_the_gpu_undoes_is_not_written(tmp_path: Path) -> None:
     """The host learns only with the next commit that the step was not finite."""
     state = on_gpu()
-    saver = Saver(Checkpoints(tmp_path, 2), [torch.device("cuda", 0)], 10.0, lambda _step: None)
+    world = World(0, 0, 1, 1, torch.device("cuda", 0), launched=False)
+    saver = Saver(Checkpoints(tmp_path, 2), world, Config(), lambda _step: None)
     torch.cuda._sleep(1_000_000_000)
     for parameter in state.parameters:
         parameter.grad = torch.full_like(parameter, torch.nan)

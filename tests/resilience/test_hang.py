@@ -21,6 +21,7 @@ from evenkeel.distributed.world import World
 from evenkeel.resilience.beats import Beat, beat_now, blamed, describe, hung
 from evenkeel.resilience.diagnosis import Diagnosis
 from evenkeel.resilience.hang import Watch
+from evenkeel.resilience.news import News
 from evenkeel.resilience.resident import Resident
 from evenkeel.run.tracking import start_logs
 from tests.support import processes
@@ -194,11 +195,12 @@ def test_a_rank_that_deletes_old_snapshots_on_a_slow_disk_does_not_look_frozen(t
     def counts() -> int:
         return int(json.loads(watch.store.get("rank/0"))["count"]) if watch.store else 0
 
-    with Watch(0, World(0, 0, 1, 1, torch.device("cpu"), launched=False), store, tmp_path, print, clean) as watch:
-        watch.announce_saved(1)
+    world, news = World(0, 0, 1, 1, torch.device("cpu"), launched=False), News(0, clean)
+    with Watch(0, world, store, tmp_path, print, news) as watch:
+        news.announce(1)
         wait_until(lambda: calls == [1], "a checkpoint")
         before = counts()
-        watch.announce_saved(2)
+        news.announce(2)
         wait_until(lambda: counts() > before + 1, "beats")
         assert calls == [1], "one at a time"
         go.set()

@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from evenkeel.common import keeper_link, memory
+from evenkeel.config import Config
+from evenkeel.distributed.world import World
 from evenkeel.resilience import memory_checkpoint, memory_offers, peers
 from evenkeel.resilience.memory_checkpoint import TRIES, KeeperMemory, MemoryCheckpoint, rank_memory
 from evenkeel.resilience.memory_offers import Offer, offer, open_first
@@ -318,9 +320,9 @@ def test_a_rescue_for_which_the_node_has_no_memory_goes_to_the_disk(
 ) -> None:
     """All ranks of the node may store one at once, and the kernel would kill some of them."""
     give_memory(monkeypatch)
-    devices = [torch.device("cpu")]
-    saver = Saver(Checkpoints(tmp_path, 2), devices, 4.0, lambda _step: None, memory=True, local_ranks=ranks)
-    assert saver.rescue(after_a_step(), 0, in_place=True).text.startswith(f"step 1 is {where}")
+    world = World(0, 0, ranks, ranks, torch.device("cpu"), launched=False)
+    saver = Saver(Checkpoints(tmp_path, 2), world, Config(grace=4.0), lambda _step: None)
+    assert saver.rescue(after_a_step(), in_place=True).text.startswith(f"step 1 is {where}")
 
 
 @pytest.mark.parametrize("name", ["", "memory"])
@@ -345,7 +347,8 @@ def test_a_rescue_needs_no_disk_where_memory_is_enough(
     """It asks the disk whether the step is there, and a disk that fails or hangs cannot say."""
     state = after_a_step()
     (folder := tmp_path / "checkpoints").mkdir()
-    saver, stat = Saver(Checkpoints(folder, 2), [torch.device("cpu")], 4.0, lambda _step: None, memory=True), os.stat
+    alone = World(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    saver, stat = Saver(Checkpoints(folder, 2), alone, Config(grace=4.0), lambda _step: None), os.stat
 
     def fail(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
         if str(path).startswith(str(folder)):
@@ -357,7 +360,7 @@ def test_a_rescue_needs_no_disk_where_memory_is_enough(
     give_memory(monkeypatch)
     monkeypatch.setattr(os, "stat", fail)
     begun, answers = time.monotonic(), threading.Event()
-    assert saver.rescue(state, 0, in_place=True).text == "step 1 is stored in memory"
+    assert saver.rescue(state, in_place=True).text == "step 1 is stored in memory"
     assert time.monotonic() - begun < 15
     answers.set()
     assert rank_memory.labels["snapshot"]["step"] == 1

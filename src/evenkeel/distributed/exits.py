@@ -71,7 +71,8 @@ def _report(error: Exception) -> int:
         keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
     else:
         speaks = prints(error, rank == "0", claim_first_failure(line))
-        before, again = failed_before(line), _comes_again(error, line)
+        before = failed_before(line)
+        again = _comes_again(error, line, before)
         if speaks and not (before or ended):
             print_traceback(error)
         if speaks:
@@ -81,7 +82,11 @@ def _report(error: Exception) -> int:
         time.sleep(1.0)  # rank 0 prints the line before it ends torchrun, which would end rank 0 earlier
     kind = f"{type(error).__module__}.{type(error).__qualname__}: " if ended else ""
     shorten_report(kind + line, with_traceback=not ended)
-    return _failed(again)
+    if again and keeper_link.has_keeper():
+        keeper_link.send("give_up")
+    elif again:
+        give_up()
+    return FAILED
 
 
 def prints(error: Exception, rank_0: bool, claim: Claim) -> bool:
@@ -99,7 +104,7 @@ def prints(error: Exception, rank_0: bool, claim: Claim) -> bool:
     return claim == "first" or (adds and claim == "other")
 
 
-def _comes_again(error: BaseException, line: str) -> bool:
+def _comes_again(error: BaseException, line: str, before: bool) -> bool:
     """Whether the next attempt would fail in the same way: `EndedForGood`; or, in a job of one node and before this
     attempt's first step, a mistake in code that is certain, or that has ended an earlier attempt too. With several
     nodes it is not known how the others failed."""
@@ -109,7 +114,7 @@ def _comes_again(error: BaseException, line: str) -> bool:
     if keeper_link.has_sent("progress") or not (alone and is_mistake(error)):
         return False
     restarts_left = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    return (failed_before(line) and failed_alike(line)) or (is_certain(error) and restarts_left)
+    return (before and failed_alike(line)) or (is_certain(error) and restarts_left)
 
 
 def _what_follows(again: bool, before: bool) -> str:
@@ -118,15 +123,6 @@ def _what_follows(again: bool, before: bool) -> str:
         return AGAIN * before
     count, most = (int(os.environ.get(f"TORCHELASTIC_{it}", "0")) for it in ("RESTART_COUNT", "MAX_RESTARTS"))
     return f"{TRYING} (restart {count + 1} of {most})" * (count < most)
-
-
-def _failed(for_good: bool) -> int:
-    """The exit code of a rank that has failed; ``for_good``: and that torchrun should not start again."""
-    if for_good and keeper_link.has_keeper():
-        keeper_link.send("give_up")
-    elif for_good:
-        give_up()
-    return FAILED
 
 
 def give_up() -> None:

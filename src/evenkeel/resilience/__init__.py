@@ -10,6 +10,7 @@
     interruption  a thread for stop signals: saves the state, and ends the process within --grace
     resident      the same in a notebook, which goes on: takes no signals
     hang          every rank reports to the others what it does; no progress for --hang-timeout is a hang
+    news          with these reports: rank 0's saved steps, for other nodes
     diagnosis     after an alarm: which rank is where, its stacks; kills frozen ranks
     late_dump     stacks of a process in which not even that thread can run
     beats         what ranks last reported, and whose fault a hang may be

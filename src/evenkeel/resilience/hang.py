@@ -4,7 +4,7 @@ A frozen rank (a stopped process, a file system that does not answer, a deadlock
 next collective until its time-out, and then the cause is unknown. So each rank reports to the others once a second,
 through torchrun's store, what it is doing. A rank that has made no progress for too long raises an alarm. Every rank
 that still runs saves the committed state, as after a signal, and finds out which rank is where (`diagnosis`). Then
-torchrun or the keepers restart the job. The beats also carry rank 0's news of checkpoints to other nodes.
+torchrun or the keepers restart the job.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from ..distributed.world import World
 from . import heartbeat
 from .beats import Beat, beat_now
 from .late_dump import LateDump
+from .news import News
 
 log = logging.getLogger(__name__)
 
 ALARM = "alarm"
 """Key in the store: a hang was found."""
-
-SAVED = "saved"
-"""Key in the store: the step of rank 0's last complete checkpoint."""
 
 PATIENT = "patient"
 """Key in the store: the rank that compiles or waits for a slow disk, and its beat."""
@@ -62,7 +60,7 @@ class Watch:
         store: of this attempt only; None if this process is alone.
         logs: folder for stacks.
         on_alarm: is called once, by a thread, when any rank has found a hang (`Ending.hung`, by the interruption).
-        on_saved: is called on each node with the newest step that rank 0 has saved, if it is new.
+        news: is told with the beats.
 
     Attributes:
         store: the part of it that is the watch's.
@@ -78,16 +76,14 @@ class Watch:
         store: Store | None,
         logs: Path,
         on_alarm: Callable[[], None],
-        on_saved: Callable[[int], None] = lambda _step: None,
+        news: News | None = None,
     ) -> None:
         self.timeout, self.world, self.logs = timeout, world, logs
         self.interval = max(1.0, world.world_size / 500)  # the store serves some thousand requests a second
-        self._on_alarm, self._on_saved = on_alarm, on_saved
+        self._on_alarm, self._news = on_alarm, news
         self.store = PrefixStore(WATCH, store) if store else None
         self._alarm, self._stopped = threading.Event(), threading.Event()
-        self._saved_here, self._announced, self._seen = 0, 0, 0  # steps saved: here, announced, read
         self._patient = b""  # the last value read at PATIENT
-        self._cleaning = threading.Thread()  # the last that has called `on_saved`
         self._stacks: IO[bytes] | None = None
         self.late_dump, self.first_beats = LateDump(), list[Beat]()
 
@@ -114,10 +110,6 @@ class Watch:
             if self._stacks and os.fstat(self._stacks.fileno()).st_size == 0:
                 Path(self._stacks.name).unlink()
 
-    def announce_saved(self, step: int) -> None:
-        """Tell all nodes of a complete checkpoint, with rank 0's next beat."""
-        self._saved_here = step
-
     def _beat(self, store: Store) -> None:
         count = 0
         while not self._stopped.wait(self.interval if count else 0):
@@ -134,24 +126,13 @@ class Watch:
     def _report_and_read(self, store: Store, count: int) -> None:
         """Report on this rank, and read what others have reported; the store may raise a RuntimeError."""
         store.set(f"rank/{self.world.rank}", json.dumps(asdict(beat_now(self.world, count))))
-        self._share_saved(store)
+        if self._news:
+            self._news.share(store)
         self._share_patience(store, count)
         if self._alarm.is_set():
             store.set(ALARM, "")
         elif store.check([ALARM]):
             self._alarm.set()
-
-    def _share_saved(self, store: Store) -> None:
-        """Announce rank 0's new checkpoint; on each node call `on_saved` with a new one."""
-        if (step := self._saved_here) > self._announced:
-            store.set(SAVED, str(step))
-            self._announced = step
-        asks = self.world.local_rank == 0 and not self._cleaning.is_alive() and store.check([SAVED])
-        if asks and (step := int(store.get(SAVED))) > self._seen:
-            # in a thread of its own: while a slow disk deletes, this rank must not look frozen
-            self._cleaning = threading.Thread(target=self._on_saved, args=(step,), name="clean", daemon=True)
-            self._cleaning.start()
-            self._seen = step
 
     def _share_patience(self, store: Store, count: int) -> None:
         """Report that this rank compiles or waits for a slow disk; to wait for such a rank is progress, too."""
@@ -164,14 +145,14 @@ class Watch:
                 activity.marks += 1
 
     def _watch(self) -> None:
-        seen, idle = -1, 0.0
+        marks, idle = -1, 0.0
         tick = min(self.interval, self.timeout / 4)
         while not self._alarm.wait(tick):
             if self._stopped.is_set():
                 self.late_dump.cancel()  # this thread may have set it after `end`
                 return
-            if activity.marks != seen or activity.is_patient():
-                seen, idle = activity.marks, 0.0
+            if activity.marks != marks or activity.is_patient():
+                marks, idle = activity.marks, 0.0
                 with contextlib.suppress(OSError, RuntimeError):  # the system may have no more threads
                     self.late_dump.put_off(self.timeout * 1.5, self.stacks)
             else:

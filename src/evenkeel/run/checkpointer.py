@@ -35,13 +35,11 @@ class Checkpointer:
         self._failures = Repeats()
         self.announce: Callable[[int], None] = lambda _step: None
         """Called with the step of each complete checkpoint, for the other nodes."""
-        devices, memory = attempt.world.devices, config.keeper_memory == "on"
         if config.digest_every and attempt.lead:
             self._sampler = whole_steps(attempt.sets[TRAINING], config, plan.micro_batch, plan.fixed_micro_batches)
             self._options = options_digest(attempt.options, attempt.harmless)
         make = ShardedSaver if config.shard != "off" else Saver
-        ranks = attempt.world.local_world_size
-        self.saver = make(attempt.checkpoints, devices, config.grace, self._record_saved, memory, ranks)
+        self.saver = make(attempt.checkpoints, attempt.world, config, self._record_saved)
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """Report an evaluation, and save if a checkpoint is due or the evaluation is among the best.

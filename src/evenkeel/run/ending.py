@@ -42,7 +42,6 @@ from .checkpoint import known_step
 from .checkpointer import Checkpointer
 from .records import read_facts
 from .run_directory import RunDirectory, RunState, mark_failed
-from .saver import Rescued
 from .state_files import clean, dump
 from .step_log import StepLog
 from .summary import report_finished, summary_of
@@ -126,7 +125,7 @@ class Ending:
         """Save the last finished step after a stop signal, or to start again in place. Any thread may call it."""
         if self._attempt.status.get("state") == "finished":
             return  # all is saved; the same command says so
-        rescued = self._rescue(in_place=why() == REGROUPING)
+        rescued = self._saver.rescue(self._state, in_place=why() == REGROUPING)
         if self.watch:
             self.watch.end()
         self._step_log.await_last_line()  # the main thread may be between a commit and its line
@@ -155,7 +154,11 @@ class Ending:
             log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # `exit_code` prints the traceback
-        saved = "this rank saves nothing" if isinstance(error, Unfit) else self._rescue(in_place=lost).text
+        saved = (
+            "this rank saves nothing"
+            if isinstance(error, Unfit)
+            else self._saver.rescue(self._state, in_place=lost).text
+        )
         name_samples(error, self._attempt, self._state)
         if not out_of_memory:
             self._record_failure(error, saved, lost)
@@ -170,7 +173,7 @@ class Ending:
         assert self.watch
         diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
         # first: --grace may end this process at any time. If no restart in place follows, the keeper writes it to disk
-        saved = self._rescue(in_place=keeper_link.has_keeper()).text
+        saved = self._saver.rescue(self._state, in_place=keeper_link.has_keeper()).text
         explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
         if diagnosis.is_within_reach():  # a frozen rank that stays would be waited for by those that start in place
             keeper_link.send("hang", diagnosis.findings.hung)
@@ -191,9 +194,6 @@ class Ending:
     def _step(self) -> int:
         """The step reached; as recorded, if this attempt has not loaded it yet. Right on rank 0 only."""
         return self._state.step or int(self._attempt.status.get("step", 0))
-
-    def _rescue(self, in_place: bool) -> Rescued:
-        return self._saver.rescue(self._state, self._world.local_rank, in_place)
 
     def _record_failure(self, error: BaseException, saved: str, lost: bool = False, **facts: Any) -> None:
         self._record_end("failed", cause_of(error), FAILED, lost, **facts)

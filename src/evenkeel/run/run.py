@@ -37,6 +37,7 @@ from ..data.plan import Assignment, Plan
 from ..data.sampler import ElasticSampler, Step, by_step
 from ..resilience.hang import Watch
 from ..resilience.interruption import Interruption
+from ..resilience.news import News
 from ..training.checks import wrong_step
 from ..training.cut import decide_cut, has_batchnorm, refuse_single_samples
 from ..training.determinism import operations_named
@@ -181,8 +182,9 @@ class Run:
         named; then the interruption ends this process."""
         timeout, logs = self.config.hang_timeout, self.attempt.logs
         on_hang = partial(interruption.begin_shutdown, "a hang", self.ending.hung, FAILED)
-        watch = Watch(timeout, self.world, store, logs, on_hang, self.checkpointer.on_saved)
-        self.ending.watch, self.checkpointer.announce = watch, watch.announce_saved
+        news = News(self.world.local_rank, self.checkpointer.on_saved)
+        watch = Watch(timeout, self.world, store, logs, on_hang, news)
+        self.ending.watch, self.checkpointer.announce = watch, news.announce
         return watch
 
     def distribute(self, loss: LossFunction | None = None, network: nn.Module | None = None) -> DistributedLoss:

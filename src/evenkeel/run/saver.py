@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,8 @@ import torch
 from ..common.memory import memory_left
 from ..common.naming import Kind
 from ..common.phases import CHECKPOINT, activity
+from ..config import Config
+from ..distributed.world import World
 from ..resilience.memory_checkpoint import rank_memory
 from ..training.seqlock import Torn
 from ..training.staging import Staging, named_tensors
@@ -46,29 +48,22 @@ class Saver:
 
     Args:
         checkpoints: the run's folder of them.
-        devices: where the state is.
-        grace: seconds that a process has after a signal.
+        world: this rank among the others.
+        config: the options.
         on_written: is called with the step of each checkpoint, in the thread that has written it.
-        memory: share what is not on the disk yet with the keeper, in memory.
-        local_ranks: ranks of this node, all of which may store a rescue at once.
     """
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        devices: Sequence[torch.device],
-        grace: float,
-        on_written: Callable[[int], None],
-        memory: bool = False,
-        local_ranks: int = 1,
+        self, checkpoints: Checkpoints, world: World, config: Config, on_written: Callable[[int], None]
     ) -> None:
-        self.checkpoints, self._devices, self._grace, self._on_written = checkpoints, devices, grace, on_written
-        self._use_memory, self._local_ranks = memory, local_ranks
-        self._on_cpu = all(device.type == "cpu" for device in devices)
+        self.checkpoints, self._world, self._on_written = checkpoints, world, on_written
+        self._devices, self._grace = world.devices, config.grace
+        self._use_memory = config.keeper_memory == "on"
+        self._on_cpu = world.device.type == "cpu"
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._executor.submit(int)  # starts it: later the system may have no more threads
         self._work: Future[float] | None = None
-        self._staging = Staging(*devices)
+        self._staging = Staging(*self._devices)
         self.step = 0
         """The step of the checkpoint that is being written."""
 
@@ -114,8 +109,7 @@ class Saver:
     def _save(self, finish_capture: Callable[[], dict[str, Any]], metrics: dict[str, float], begun: float) -> float:
         try:
             captured = finish_capture()
-            # else a GPU has undone this step, and the next commit ends the run
-            if captured["step"] == self.step:
+            if captured["step"] == self.step:  # unequal: a GPU has undone this step, and the next commit ends the run
                 self._write(captured, metrics)
         finally:
             self._staging.release()
@@ -151,7 +145,8 @@ class Saver:
         if kind == "snapshot" and rank_memory.has(captured["step"]):  # as a checkpoint, with its evaluation
             return True
         size = sum(tensor.nbytes for tensor in named_tensors(captured).values())
-        if size * (self._local_ranks if kind == "snapshot" else 1) > memory_left():
+        # all ranks of this node may store a rescue at once
+        if size * (self._world.local_world_size if kind == "snapshot" else 1) > memory_left():
             return False  # the kernel would kill ranks
         label = label_of(self.checkpoints, captured["step"], metrics, kind)
         return rank_memory.store(partial(torch.save, captured), label)
@@ -162,28 +157,26 @@ class Saver:
             return self._executor.submit(self.checkpoints.newest_step).result(DISK_TIMEOUT)
         return 0
 
-    def rescue(self, state: State, local_rank: int, in_place: bool = False) -> Rescued:
+    def rescue(self, state: State, in_place: bool = False) -> Rescued:
         """Save the last finished step from this rank, unless another rank of the node has done so. From any thread.
 
         It goes into memory for the keeper, whose child writes it, if ranks are about to start again in place; without a
-        keeper, or memory for it, it goes to the disk.
+        keeper, or memory for it, it goes to the disk. Of --grace, at most a quarter is to wait for the staging memory
+        (a save may still use it, also on a CPU), up to the half to wait for a commit, the rest to write.
 
         Args:
             state: the live one. No further step is committed on the host.
-            local_rank: this rank's.
             in_place: whether ranks are about to start again in place.
         """
         if state.step == 0:
             return NOTHING_NEW
         begun = time.monotonic()
-        # of --grace: at most a quarter to wait for the staging memory (a save may still use it, also on a CPU), up to
-        # the half to wait for a commit, the rest to write
         half_time = begun + self._grace / 2
         # False: the checkpoint thread still writes; its disk may hang
         reserved = self._staging.reserve(begun + self._grace / 4)
         try:
             captured = state.capture(half_time, self._memory_of_rescue(reserved), final=True)
-            result = self._store_or_write(captured, in_place, local_rank, half_time)
+            result = self._store_or_write(captured, in_place, half_time)
         except (OSError, Torn, RuntimeError, MemoryError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)
@@ -201,7 +194,7 @@ class Saver:
             return Staging(*self._devices, still=True)
         return self._staging if reserved else Staging(*self._devices)
 
-    def _store_or_write(self, captured: dict[str, Any], in_place: bool, local_rank: int, until: float) -> Rescued:
+    def _store_or_write(self, captured: dict[str, Any], in_place: bool, until: float) -> Rescued:
         """Store a rescue's state for the keeper, if `in_place`, or write it to the disk."""
         if (step := captured["step"]) == 0:  # a GPU has not finished the first one
             return NOTHING_NEW
@@ -209,6 +202,6 @@ class Saver:
             return Rescued("memory", f"step {step} is stored in memory")
         begun = time.monotonic()
         # not before the capture: steps that finish meanwhile would be lost
-        time.sleep(min(RANK_DELAY * local_rank, self._grace / 8))
+        time.sleep(min(RANK_DELAY * self._world.local_rank, self._grace / 8))
         path = self.checkpoints.save_if_new(captured, until)
         return Rescued("disk", f"step {step} is saved" + (f", in {time.monotonic() - begun:.2f} s" if path else ""))

@@ -95,7 +95,7 @@ class ShardedSaver(Saver):
         if self.writes:
             super().save_last(state, metrics)
 
-    def rescue(self, state: State, local_rank: int, in_place: bool = False) -> Rescued:
+    def rescue(self, state: State, in_place: bool = False) -> Rescued:
         """Save this rank's rows of the last two steps; see `Saver.rescue`. No other rank has them.
 
         Ranks that start again in place find them in memory, so nothing is written then.
