@@ -98,7 +98,7 @@ def _command(arguments: list[str], known: dict[str, Callable[..., Any]], prog: s
     takes = inspect.signature(named.__call__).parameters if named else ()  # type: ignore[operator]
     command: Callable[..., int] = one_line_errors(
         lambda: tyro.extras.subcommand_cli_from_dict(known, args=arguments, prog=prog, description=__doc__),
-        f"--help lists all options{'; those of train.py come after --' * ('train_options' in takes)}",
+        f"--help lists all options{'; those of train.py come after --' if 'train_options' in takes else ''}",
     )
     check_numbers(getattr(command, "action", command))
     if inspect.signature(command).parameters:

@@ -67,7 +67,7 @@ class InspectCheckpoint:
         state, manifest = _load(path, "shapes"), read_manifest(path)
         from ..training.staging import named_tensors  # imports torch, which `list` does without
 
-        host = f" on {manifest.host}" * bool(manifest.host)
+        host = f" on {manifest.host}" if manifest.host else ""
         say(f"{path}: {manifest.kind} of step {manifest.step}, written {_when(manifest)}{host}")
         say(f"metrics: {shown(manifest.metrics) or 'no evaluation at this step'}")
         for name, written in manifest.files.items():
@@ -218,7 +218,7 @@ def find(path: Path, aside: bool = False) -> list[Path]:
         raise Refusal(f"{path}: {error.strerror}; {PLACES}") from None
     found = step_folders(folder) + damaged * aside
     if not found:
-        hint = f", but {len(damaged)} set aside as damaged" * bool(damaged)
+        hint = f", but {len(damaged)} set aside as damaged" if damaged else ""
         raise Refusal(f"{path}: no checkpoint there{hint}; {PLACES}")
     return found
 
@@ -242,8 +242,8 @@ def _row(path: Path, newest: Manifest | None, best: Path | None) -> tuple[str, s
         manifest = read_manifest(path)
     except Damaged as damage:
         return str(step_of(path)), "damaged", "", "", str(damage)
-    every = f"(each {manifest.keep_every})" * manifest.kept_for_ever
-    notes = [shown(manifest.metrics), "(best)" * (path == best), "(newest)" * (manifest == newest), every]
+    every = f"(each {manifest.keep_every})" if manifest.kept_for_ever else ""
+    notes = [shown(manifest.metrics), "(best)" if path == best else "", "(newest)" if manifest == newest else "", every]
     return str(manifest.step), manifest.kind, _when(manifest), _size(manifest), "  ".join(filter(None, notes))
 
 

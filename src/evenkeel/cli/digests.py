@@ -61,7 +61,8 @@ def name_tensors(a: Digests, b: Digests) -> str:
     names = different(a, b)
     lines = [f"{len(names)} of {len({**a, **b})} tensors differ:"]
     for name in names[:MOST]:
-        lines.append(f"  {name}" + " (only in the first)" * (name not in b) + " (only in the second)" * (name not in a))
+        only = " (only in the first)" if name not in b else " (only in the second)" if name not in a else ""
+        lines.append(f"  {name}{only}")
     return "\n".join([*lines, *[f"  and {len(names) - MOST} more"] * (len(names) > MOST)])
 
 
@@ -78,12 +79,12 @@ def causes(a: Path, b: Path) -> list[str]:
     options, others = (read_config(run / "config.toml") for run in (a, b))
     lines = [
         f"  {flag(name)}: {options.get(name, 'unset')} | {others.get(name, 'unset')}"
-        + " (may change within a run)" * (name in HARMLESS)
+        + (" (may change within a run)" if name in HARMLESS else "")
         for name in options | others
         if options.get(name) != others.get(name)
     ]
     ranks, other_ranks = (read_facts(run / "status.json")[0].get("world_sizes", []) for run in (a, b))
-    lines += [f"  ranks, by attempt: {ranks} | {other_ranks}"] * (ranks != other_ranks)
+    lines += [f"  ranks, by attempt: {ranks} | {other_ranks}"] if ranks != other_ranks else []
     first, second = (Checkpoints(run / "checkpoints", 1).newest_manifest() for run in (a, b))
     if first and second:
         parts = differences(first.fingerprint, second.fingerprint)

@@ -93,7 +93,7 @@ class _Follower:
                     live.update(self.panel(run), refresh=True)
                 lost_since = min(lost_since, time.monotonic()) if run.state == "lost" else math.inf
                 if run.state in CODES and (run.state != "lost" or time.monotonic() - lost_since > SURE):
-                    self.say(f"evenkeel: {run.state} at step {run.step}{': ' * bool(run.why)}{run.why} -> {run.run}")
+                    self.say(f"evenkeel: {run.state} at step {run.step}{': ' if run.why else ''}{run.why} -> {run.run}")
                     return CODES[run.state]
         self.say(f"evenkeel: continues; `python -m evenkeel follow {shlex.quote(str(self.path))}` follows it again")
         return KEYBOARD

@@ -56,8 +56,8 @@ class PlanCommand:
             size, length = f"a stream ({stream.name})", _count(plan.total_steps, "step")
             steps = {"every step": 0}
         say(
-            f"{size}, global batch {'at most ' * bool(batches)}{plan.global_batch}, "
-            f"micro-batch {'at most ' * bool(batches)}{plan.micro_batch}{f' ({why})' * bool(why)}: {length}; "
+            f"{size}, global batch {'at most ' if batches else ''}{plan.global_batch}, "
+            f"micro-batch {'at most ' if batches else ''}{plan.micro_batch}{f' ({why})' if why else ''}: {length}; "
             f"{'each micro-batch is divided among the GPUs' if dp else ranks}"
         )
         if has_batch_loss(task):
@@ -67,7 +67,7 @@ class PlanCommand:
             say(f"{name}, {_count(plan.step_samples(step), 'sample')}:")
             for worker in range(self.world_size):
                 sizes = self._sizes(config, plan, step, worker)
-                parts = f" as {' + '.join(map(str, sizes))}" * (len(sizes) > 1)
+                parts = f" as {' + '.join(map(str, sizes))}" if len(sizes) > 1 else ""
                 share = f"{_count(sum(sizes), 'sample')}{parts}" if sizes else "no micro-batch is left for it"
                 say(f"  {'GPU' if dp else 'rank'} {worker}: {share}")
         return 0

@@ -72,7 +72,7 @@ def time_spent(values: Mapping[str, Any], goodput: float | None) -> list[str]:
 
 def in_epoch(epoch: int, epochs: int | None) -> str:
     """The epoch, from 1: "epoch 3/20"; without a total if the run ends in mid-epoch."""
-    return f"epoch {epoch}" + f"/{epochs}" * (epochs is not None)
+    return f"epoch {epoch}" + (f"/{epochs}" if epochs is not None else "")
 
 
 def name_ranks(ranks: list[int]) -> str:

@@ -115,7 +115,7 @@ def explain_samples(samples: Sequence[Any], error: Exception) -> str:
     path, parts, error = _culprit(samples, "", error)
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
     if found := re.search(r"found <class '(.+)'>", why):
-        none = "it is None" + " (does __getitem__ return it?)" * (not path)
+        none = "it is None" + (" (does __getitem__ return it?)" if not path else "")
         why = none if found[1] == "NoneType" else f"its type is {found[1]}"
     sizes = [list(part.shape) if hasattr(part, "shape") else None for part in parts]
     if any(sample is None for sample in samples):  # from `__getitems__`: of others the loader knows the index

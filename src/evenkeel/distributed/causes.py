@@ -61,7 +61,7 @@ def print_traceback(error: Exception) -> None:
     led_here = error.__cause__ or (error.__context__ and not error.__suppress_context__)
     if frames and owner(frames[-1].filename) == "user" and (logged or not led_here):
         shown = traceback.format_list([it for it in frames if owner(it.filename) == "user"])
-        where = f"; all of it is in {log}" * logged
+        where = f"; all of it is in {log}" if logged else ""
         say(f"Traceback (most recent call last), your files only{where}:", to_stderr=True)
         say("".join(shown) + (line_of(error) if _is_of_loader(error) else last), to_stderr=True)
     else:

@@ -60,7 +60,7 @@ def explain_devices(local_world_size: int, gpus: int, each: int = 1) -> str:
     needs = f" with {each} GPUs each (--place or --model-parallel)" if each > 1 else ""
     most = f"start at most {gpus // each}" if gpus >= each else "use fewer per process"
     return (
-        f"{local_world_size} process{'es' * (local_world_size != 1)} on this node{needs} but {gpus} visible "
+        f"{local_world_size} process{'es' if local_world_size != 1 else ''} on this node{needs} but {gpus} visible "
         f"GPU{'s' * (gpus != 1)} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): "
         f"{got}; {most} (--nproc_per_node or -g), or let processes share GPUs with train.py's --share-gpu, which is "
         "slow, or hide all with CUDA_VISIBLE_DEVICES= to train on the CPU"

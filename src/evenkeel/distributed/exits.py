@@ -122,7 +122,7 @@ def _what_follows(again: bool, before: bool) -> str:
     if again:
         return AGAIN * before
     count, most = (int(os.environ.get(f"TORCHELASTIC_{it}", "0")) for it in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return f"{TRYING} (restart {count + 1} of {most})" * (count < most)
+    return f"{TRYING} (restart {count + 1} of {most})" if count < most else ""
 
 
 def give_up() -> None:

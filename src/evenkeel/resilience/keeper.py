@@ -255,7 +255,7 @@ class Keeper:
                 _say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
                 break
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
-                announced, again = True, " again" * (self._stop_signal == signal.SIGINT)
+                announced, again = True, " again" if self._stop_signal == signal.SIGINT else ""
                 # torchrun makes SIGTERM of a second Ctrl-C
                 plain = is_plain_torchrun(os.getppid())
                 press = f"type `kill -INT {os.getpid()}`" if plain else f"press Ctrl-C{again}"
@@ -294,7 +294,7 @@ class Keeper:
         else:
             return False
         if self._without_progress >= self._max_restarts:
-            again = " again, without progress" * bool(self._max_restarts)
+            again = " again, without progress" if self._max_restarts else ""
             _say(f"{death or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
             return False
         if death and not self._peers.report_death(how):

@@ -134,8 +134,9 @@ class Ending:
         if regroups:
             self._attempt.say(f"evenkeel: rank 0 lost another rank; {rescued.text}; it starts again")
             return
-        more = " (torchrun may print a traceback; that is not an error)" * is_plain_torchrun(keeper_link.launcher())
-        restart = "a restart or " * (reason == "SIGTERM")  # torchrun sends it also when another rank has failed
+        plain = is_plain_torchrun(keeper_link.launcher())
+        more = " (torchrun may print a traceback; that is not an error)" if plain else ""
+        restart = "a restart or " if reason == "SIGTERM" else ""  # torchrun sends it also when another rank has failed
         then = f"{restart}the same command continues there{more}"
         self._attempt.say(f"evenkeel: stopped by {reason}; {rescued.text}; {then}")
 

@@ -99,7 +99,7 @@ def _evaluate(config: Config, task: Task, world: World, sets: Mapping[str, Sized
             metrics |= evaluation.named(evaluation())
     if world.rank == 0:
         samples = sum(map(len, sets.values()))
-        say(f"evenkeel: {'--init-from ' * bool(path)}{weights}: {how}")
+        say(f"evenkeel: {'--init-from ' if path else ''}{weights}: {how}")
         for note in filter(None, (placed, substitute(config.precision, world.device))):
             say(f"evenkeel: {note}")
         if others := "" if path else _other_options(config, task):

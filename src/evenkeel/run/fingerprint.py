@@ -183,7 +183,7 @@ def cut_in_words(cut: str) -> str:
     option, value = read_cut(cut)
     if option == "micro_batch":
         return f"micro-batches of {value} samples"
-    return f"{value} micro-batch{'es' * (value > 1)}"
+    return f"{value} micro-batch{'es' if value > 1 else ''}"
 
 
 def _cpu_model() -> str:

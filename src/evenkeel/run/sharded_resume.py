@@ -67,7 +67,9 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
 def _replicate(world: World, sharding: Sharding, saver: ShardedSaver, step: int, asked: bool) -> None:
     """Start --replicate if asked for, and log what a lost node costs."""
     done = asked and saver.replicate(world, step)
-    why = "; --replicate 1 copies nothing, because one node has more than half of the ranks" * (asked and not done)
+    why = (
+        "; --replicate 1 copies nothing, because one node has more than half of the ranks" if asked and not done else ""
+    )
     done |= others_have_each_nodes_rows(world.all_gather(world.local_rank), sharding.ranks)
     cost = "none either" if done else "those since the last checkpoint"
     if world.rank == 0:

@@ -40,8 +40,8 @@ def refuse_unmirrored(config: Config) -> None:
 def warnings_at_start(config: Config, plan: Plan, world: World, sets: Mapping[str, SizedDataset]) -> Iterator[str]:
     """Each in a line; "" for those that do not apply."""
     if (idle := world.world_size - plan.micro_batches_per_step) > 0:
-        smaller = "a smaller --micro-batch or " * (plan.micro_batch > 1)
-        parts = f"{plan.micro_batches_per_step} micro-batch{'es' * (plan.micro_batches_per_step > 1)}"
+        smaller = "a smaller --micro-batch or " if plan.micro_batch > 1 else ""
+        parts = f"{plan.micro_batches_per_step} micro-batch{'es' if plan.micro_batches_per_step > 1 else ''}"
         yield (
             f"{idle} of {world.world_size} ranks {'have' if idle > 1 else 'has'} nothing to do: all share --batch-size "
             f"{config.batch_size}, which makes only {parts}; {smaller}a larger --batch-size uses more ranks"

@@ -60,7 +60,7 @@ def report_finished(
     took += f", {why}" if why else ""
     result = f": {shown(metrics)}" if metrics else ""
     best = _best(attempt)
-    other = f"; the best: {near(best)}" if best and step_of(best) != step else ", also the best" * bool(best)
+    other = f"; the best: {near(best)}" if best and step_of(best) != step else ", also the best" if best else ""
     attempt.say(f"evenkeel: finished in {took}{result}  -> {near(attempt.path) / 'model.pt'} (last step{other})")
     tracker.send(step, _best_metrics(best, step, metrics))
     tracker.close()

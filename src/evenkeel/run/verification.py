@@ -72,7 +72,8 @@ class Who(NamedTuple):
 
 def refuse_unverifiable(config: Config, task: Task) -> None:
     """Refuse --verify-every with a loss that a rank cannot compute for one micro-batch alone."""
-    why = "its loss calls collectives" if task.collectives else "it defines batch_loss()" * has_batch_loss(task)
+    why = "it defines batch_loss()" if has_batch_loss(task) else ""
+    why = "its loss calls collectives" if task.collectives else why
     if config.verify_every and why:
         raise Refusal(
             f"--verify-every {config.verify_every}: {type(task).__name__} cannot be verified: {why}, so no rank can "

@@ -216,8 +216,8 @@ def _read(path: Path) -> tuple[Any, str, Any]:
             damages.append(str(damage))
             continue
         passed_over = f" ({len(damages)} newer damaged)" if damages else ""
-        average = ", its averaged weights" * ("ema" in state)  # the run evaluates and exports these
-        name = f"{path}{f' at {found.name}' * (found != folder)}{passed_over}{average}"
+        average = ", its averaged weights" if "ema" in state else ""  # the run evaluates and exports these
+        name = f"{path}{f' at {found.name}' if found != folder else ''}{passed_over}{average}"
         return averaged(state), name, state.get("task")
     if damages:
         raise Refusal(f"--init-from {path}: no whole checkpoint: {damages[0]}; name another one")
@@ -240,7 +240,7 @@ def _read_file(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds: KeyError, EOFError, ...
         text = re.sub(r"(?s).*WeightsUnpickler error:\s*", "", str(error).strip()).split("\n")[0].split(". ")[0]
-        what = _printable(type(error).__name__ + f": {text}" * bool(text))
+        what = _printable(type(error).__name__ + (f": {text}" if text else ""))
         damaged = f"is not a file of torch.save or safetensors, or is damaged ({what}); get it again or name another"
         raise Refusal(f"--init-from {path}: {_holds_code(path, str(error)) or damaged}") from None
 
@@ -286,7 +286,7 @@ def _find(tree: Any, read: str, own: Mapping[str, Any]) -> tuple[str, dict[str, 
     if len(best) > 1 and pairs:
         places = " and in ".join(".".join(place) or "itself" for _, place, *_ in best)
         raise Refusal(f"--init-from {read}: weights that fit are in {places}; save the ones you want in their own file")
-    return read + f", its {_printable('.'.join(place))}" * bool(place), weights, pairs
+    return read + (f", its {_printable('.'.join(place))}" if place else ""), weights, pairs
 
 
 def _dictionaries(tree: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

@@ -131,7 +131,7 @@ def _note(options: Any) -> str:
     known = {*re.findall(r"--[\w-]+", get_args_parser().format_help())}
     own = {flag(option_name(it.name)) for it in fields(options)} - known
     refused = sorted(it for it in own if sum(name.startswith(it) for name in known) > 1)
-    return f"\n\nFor {', '.join(refused)} type torchrun ... -- train.py, else torchrun refuses it." * bool(refused)
+    return f"\n\nFor {', '.join(refused)} type torchrun ... -- train.py, else torchrun refuses it." if refused else ""
 
 
 def parse_as_recorded(run: Path, arguments: Sequence[str]) -> tuple[Config, Task]:

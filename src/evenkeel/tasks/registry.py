@@ -140,7 +140,7 @@ def load_task(name: str, label: str = "") -> type[Task]:
         if found is None:
             there = _tasks_in(source)
             near = [f"did you mean {it}?" for it in difflib.get_close_matches(attribute, there, 1)]
-            listed = ", ".join(there[:MOST_LISTED]) + ", ..." * (len(there) > MOST_LISTED)
+            listed = ", ".join(there[:MOST_LISTED]) + (", ..." if len(there) > MOST_LISTED else "")
             has = f"{listed}; {[*near, 'name one of them'][0]}" if there else "no task"
             what = f"does not exist in {source}, which has {has}"
         raise Refusal(f"{label}: {attribute} {what}")

@@ -57,7 +57,8 @@ class AuditCommand:
         parts = {
             "shown by running them again": spans(audit.shown) or "none",
             "shown by the chain only": spans({*range(1, steps + 1)} - audit.shown) or "none",
-            "not shown": f"{'the order of samples, which a stream has not, and ' * streams}what is in the data",
+            "not shown": ("the order of samples, which a stream has not, and " if streams else "")
+            + "what is in the data",
         }
         say("\n".join(f"{name}: {value}" for name, value in parts.items()))
         self._leave({"time": time.time(), "seed": seed, "ranks": 1, "steps": steps, "checks": checks, "parts": parts})

@@ -119,7 +119,7 @@ def refuse_ranks(command: str) -> None:
     """Refuse to be one of several processes."""
     if "RANK" in os.environ:
         started = "torchrun has started this process"
-        more = ", with --ranks N for several" * (command == "replay")
+        more = ", with --ranks N for several" if command == "replay" else ""
         raise Refusal(f"{command}: {started}; start {command} without torchrun{more}")
 
 
@@ -133,28 +133,27 @@ def debug(model: Any, batch: Any, step: int) -> None:
 def told(found: Replay) -> list[str]:
     """The lines about a replay."""
     lines = [f"evenkeel: replayed from {f'the checkpoint of step {found.started}' if found.started else 'the start'}"]
-    lines += [f"evenkeel: code or libraries differ from the run's: {found.other}"] * bool(found.other)
+    lines += [f"evenkeel: code or libraries differ from the run's: {found.other}"] if found.other else []
     for step in found.steps:
         lines += _step(step)
-    lines += [f"evenkeel: {found.ended}"] * bool(found.ended)
+    lines += [f"evenkeel: {found.ended}"] if found.ended else []
     return [*lines, f"evenkeel: {found.agreement}"]
 
 
 def _step(step: dict[str, Any]) -> list[str]:
     lines = [f"step {step['step']}: loss {step['loss']:.6g}, norm of the gradient {step['norm']:.6g}"]
     if bad := step["nonfinite"]:
-        where = f" in {bad['module']}" * bool(bad["module"])
+        where = f" in {bad['module']}" if bad["module"] else ""
         lines.append(f"  the first {bad['value']} is the result of {bad['operation']}{where}")
-        lines += [f"    {bad['line']}"] * bool(bad["line"]) + [
-            "    its input is not finite already: the data, or the weights"
-        ] * bad["given"]
+        lines += [f"    {bad['line']}"] if bad["line"] else []
+        lines += ["    its input is not finite already: the data, or the weights"] if bad["given"] else []
         lines += [f"    sample {_sample(it)}" for it in bad["samples"][:MOST]]
-    lines += [f"  {step['note']}"] * bool(step["note"])
+    lines += [f"  {step['note']}"] if step["note"] else []
     for it in step["samples"][:MOST]:
         loss = "" if it["loss"] is None else f"  loss {it['loss']:.6g}"
         lines.append(f"  sample {_sample(it)}{loss}")
     if more := len(step["samples"]) - MOST:
-        lines += [f"  and {more} samples more (--json has all)"] * (more > 0)
+        lines += [f"  and {more} samples more (--json has all)"] if more > 0 else []
     width = max((len(it["name"]) for it in step["layers"]), default=0)
     lines.append(f"  {'layer'.ljust(width)}  gradient    update      weights")
     for it in sorted(step["layers"], key=lambda it: -(it["gradient"] or 0.0))[:MOST]:
@@ -163,11 +162,11 @@ def _step(step: dict[str, Any]) -> list[str]:
         )
         lines.append(f"  {it['name'].ljust(width)}  {'  '.join(values)}".rstrip())
     largest = ", ".join(f"{it['module']} {it['largest']:.4g}" for it in step["activations"][:4])
-    return lines + [f"  largest activations: {largest}"] * bool(largest)
+    return [*lines, f"  largest activations: {largest}"] if largest else lines
 
 
 def _sample(it: dict[str, Any]) -> str:
-    return f"{it['sample']}" + f" ({it['source']})" * bool(it["source"])
+    return f"{it['sample']}" + (f" ({it['source']})" if it["source"] else "")
 
 
 def _finite(value: Any) -> Any:

@@ -28,7 +28,7 @@ def write_page(path: Path, name: str, found: Replay) -> None:
     numbers = [step["step"] for step in found.steps]
     steps = f"step {' to '.join(str(it) for it in dict.fromkeys([*numbers[:1], *numbers[-1:]]))}" if numbers else ""
     began = f"the checkpoint of step {found.started}" if found.started else "the start"
-    lines = [found.agreement, found.ended, f"code or libraries differ: {found.other}" * bool(found.other)]
+    lines = [found.agreement, found.ended, f"code or libraries differ: {found.other}" if found.other else ""]
     colour = "good" if found.agrees else "bad"
     state = f'<span class="state" style="--of: var(--{colour})">{"agrees" if found.agrees else "differs"}</span>'
     header = f"<p>Evenkeel replay · from {began}</p><h1>{escape(f'{name} {steps}')} {state}</h1>"
@@ -53,7 +53,7 @@ def _step(step: dict[str, Any]) -> str:
     largest = [[escape(it["module"]), _number(it["largest"])] for it in step["activations"]]
     return (
         f"<dl>{tiles}</dl>{_culprit(step['nonfinite'])}"
-        + f'<p class="card">{escape(step["note"])}</p>' * bool(step["note"])
+        + (f'<p class="card">{escape(step["note"])}</p>' if step["note"] else "")
         + table(["sample", "file", "loss"], samples)
         + table(["layer", "gradient", "update", "weights"], norms)
         + table(["module", "largest activation"], largest)
@@ -67,7 +67,7 @@ def _culprit(bad: dict[str, Any] | None) -> str:
     named = [f"{it['sample']} {it['source']}".strip() for it in bad["samples"]]
     rows = {
         "result": bad["value"], "operation": bad["operation"], "module": bad["module"], "line": bad["line"],
-        "input": "is not finite already: the data, or the weights" * bad["given"], "samples": ", ".join(named),
+        "input": "is not finite already: the data, or the weights" if bad["given"] else "", "samples": ", ".join(named),
     }  # fmt: skip
     return table(["the first that is not finite", ""], [[name, escape(text)] for name, text in rows.items() if text])
 

@@ -294,7 +294,7 @@ def raise_explained(error: BaseException, model: nn.Module) -> None:
 
 def _unused(missing: Sequence[str], of: int) -> EndedHere:
     return EndedHere(
-        f"{len(missing) or 'some'} of the model's {of} parameters got no gradient{': ' * bool(missing)}"
+        f"{len(missing) or 'some'} of the model's {of} parameters got no gradient{': ' if missing else ''}"
         f"{listed(missing)}; use them in the loss, freeze them by requires_grad_(False), or set unused_parameters = "
         "True in the task's class if only some steps do not use them"
     )
@@ -322,8 +322,8 @@ def checked_embeddings(returned: Any, samples: int) -> dict[str, Tensor]:
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (samples,) or value.is_complex() or value.is_sparse:
             raise EndedHere(
-                f"embed() returned {_shape_of(value)}{f' as {name!r}' * bool(name)} for a batch of {samples} samples: "
-                f"it must be a tensor of real numbers with a row for each sample, [{samples}, ...]"
+                f"embed() returned {_shape_of(value)}{f' as {name!r}' if name else ''} for a batch of {samples} samples"
+                f": it must be a tensor of real numbers with a row for each sample, [{samples}, ...]"
             )
     return dict(named)
 

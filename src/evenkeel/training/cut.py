@@ -103,7 +103,7 @@ def refuse_single_samples(
     micro = config.micro_batch if isinstance(config.micro_batch, int) and not config.sync_batchnorm else 0
     others = [{"micro_batch": n} for n in _near(micro, batch)] if micro else []
     others += [{"batch_size": n} | ({"micro_batch": min(micro, n)} if micro else {}) for n in _near(batch, plan.length)]
-    remedy = "use " + "a larger --micro-batch, " * bool(micro) + "another --batch-size, or more training data"
+    remedy = "use " + ("a larger --micro-batch, " if micro else "") + "another --batch-size, or more training data"
     for other in others:
         if single(Plan.of(replace(config, **other), plan.length), gpus, config.sync_batchnorm) is None:  # type: ignore[arg-type]
             typed = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in other.items())

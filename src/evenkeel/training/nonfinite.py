@@ -20,7 +20,7 @@ class NonFinite(Ended, FloatingPointError):  # noqa: N818
     """A step, counted from 1, was not finite. It has changed nothing."""
 
     def __init__(self, step: int) -> None:
-        too_large = ", or steps that are too large: lower --lr or set --clip-norm, with --fresh" * (step > 1)
+        too_large = ", or steps that are too large: lower --lr or set --clip-norm, with --fresh" if step > 1 else ""
         super().__init__(
             f"the loss or the gradient of step {step} is not finite: a bad sample or a bug in loss(){too_large}; "
             "--on-nonfinite skip skips such steps"

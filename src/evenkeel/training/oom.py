@@ -78,7 +78,7 @@ def explained(error: BaseException, device: torch.device, config: Config | None 
     parts = [
         f"out of memory on rank {os.environ.get('RANK', '0')} ({place})",
         f"it was in {phase} " + (f"after step {activity.step}" if done else f"of step {activity.step + 1}"),
-        (f"{size} more were requested" * bool(size) + place_of(error.__traceback__)).strip(),
+        ((f"{size} more were requested" if size else "") + place_of(error.__traceback__)).strip(),
         f"the batch was {batch}" if batch else "",
         _held_on_host() if on_host else _held_on_gpu(device),
         getattr(error, "remedy", "") or (remedy(config) if config else "make room, or use a smaller --micro-batch"),

@@ -117,7 +117,7 @@ def lines(experiment: Experiment) -> Iterator[tuple[str, str]]:
     kinds = Counter(it.fault.kind for it in done)
     named = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())) or "none"
     yield "run", progress.status.get("state", "never started")
-    yield "faults", f"{len(done)}: {named}" + f" (and {missed} without a victim)" * bool(missed)
+    yield "faults", f"{len(done)}: {named}" + (f" (and {missed} without a victim)" if missed else "")
     yield "starts", f"{experiment.job.starts} of the command, {len(progress.of('start'))} of its ranks"
     yield from steps(progress)
     summary = read_facts(progress.run_dir / "summary.json")[0] if progress.finished else {}
@@ -144,9 +144,9 @@ def steps(progress: Progress) -> Iterator[tuple[str, str]]:
     first = min((int(record["step"]) for record in progress.of("start")), default=0)
     done = max([first, *logged, int(progress.status.get("step", 0))])
     due = {step for step in range(first + 1, done + 1) if step % every == 0}
-    each = f" (of the lines logged each {every} steps)" * (every > 1)
+    each = f" (of the lines logged each {every} steps)" if every > 1 else ""
     total = progress.status.get("total_steps", 0)
-    yield "steps done", f"{done} of {total}" + f", {first} of them before" * bool(first)
+    yield "steps done", f"{done} of {total}" + (f", {first} of them before" if first else "")
     yield "lost, done again", f"{logged.total() - len(logged)}{each}"
     yield "done, not logged", f"{len(due - logged.keys())}{each}"  # rank 0 was killed before it could write the line
 

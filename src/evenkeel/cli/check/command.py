@@ -133,7 +133,7 @@ class Check:
         first, rows = probes[0], [*of_probes(probes)]
         where = self._where(first)
         for row in rows:
-            self._say(f"{row.name}: {row.result}" + f": {row.figure}" * (row.result != PASSED))
+            self._say(f"{row.name}: {row.result}" + (f": {row.figure}" if row.result != PASSED else ""))
         fixed = [] if first["typed"] else [f"--micro-batches={first['cut']}"]
         fixed += ["--log-every=1", "--checkpoint-every=5"]
         tree, ring, job = [*fixed, "--reduce=tree", "--digest-every=1"], [*fixed, "--reduce=ring"], self.jobs.job
@@ -141,9 +141,9 @@ class Check:
         todo["stop"] = job("stop", [2, 2, 3], tree, {STOPPED: signal.SIGTERM, RESIZED: signal.SIGTERM})
         todo["kill"] = job("kill", [2], tree, {KILLED: signal.SIGKILL})
         todo |= {f"ring-{ranks}": job(f"ring-{ranks}", [ranks], ring) for ranks in (3, 1, 2)}
-        why = "first fix the data on each rank" * (rows[1].result == FAILED)
-        why = why or "--strategy dp is one process" * (first["strategy"] == "dp")
-        why = why or "--sync-batchnorm ties the cut to the number of ranks" * first["sync_batchnorm"]
+        why = "first fix the data on each rank" if rows[1].result == FAILED else ""
+        why = why or ("--strategy dp is one process" if first["strategy"] == "dp" else "")
+        why = why or ("--sync-batchnorm ties the cut to the number of ranks" if first["sync_batchnorm"] else "")
         self.missing = dict.fromkeys(todo, f"not run: {why or HALTED}")
         alone = {"ring-2": todo.pop("ring-2")}  # for its times
         with contextlib.suppress(KeyboardInterrupt, JobFailed):  # the rows that are known are printed
@@ -172,10 +172,10 @@ class Check:
 
     def _where(self, probe: dict[str, Any]) -> Row:
         """Where the jobs compute: on the CPU unless each rank has a GPU, or --share-gpu."""
-        gpus, figure = probe["gpus"], f"{probe['gpus']} GPUs" + ", shared" * probe["share_gpu"]
+        gpus, figure = probe["gpus"], f"{probe['gpus']} GPUs" + (", shared" if probe["share_gpu"] else "")
         if gpus < 3 and not (gpus and probe["share_gpu"]):
             self.jobs.env["CUDA_VISIBLE_DEVICES"] = ""
-            figure = "CPU, gloo" + f" (3 ranks would need 3 GPUs, not {gpus}, or --share-gpu)" * bool(gpus)
+            figure = "CPU, gloo" + (f" (3 ranks would need 3 GPUs, not {gpus}, or --share-gpu)" if gpus else "")
         cut = "micro-batches as typed" if probe["typed"] else f"{probe['cut']} micro-batches"
         return Row("where", "jobs of 1, 2 and 3 ranks", MEASURED, f"{figure}; batch {probe['batch_size']}, {cut}")
 
@@ -209,5 +209,5 @@ def as_table(rows: Sequence[Row]) -> str:
         again = row.result == FAILED and row.figure in [it.figure for it in rows[:number]]
         figure = "the same error" if again else row.figure
         lines.append(f"{row.name:<{wide}}  {row.result:<{mid}}  {row.compared}: {figure}")
-        lines += [f"{'':{wide}}  -> {row.remedy}"] * bool(row.remedy)
+        lines += [f"{'':{wide}}  -> {row.remedy}"] if row.remedy else []
     return "\n".join(lines)

@@ -89,7 +89,7 @@ class Jobs:
         if (code := process.returncode) is None:
             raise JobFailed(f"not over after {LIMIT:.0f} s: {last_message(output)}")
         if code and not stopped:
-            raise JobFailed(f"exit code {code}: " * (code < 0) + last_message(output))
+            raise JobFailed((f"exit code {code}: " if code < 0 else "") + last_message(output))
 
     def end_all(self) -> None:
         """Kill all remaining processes and their descendants."""

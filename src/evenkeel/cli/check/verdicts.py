@@ -33,7 +33,7 @@ REMEDIES = {
 
 def failed(row: Row, figure: str, remedy: str, line: str) -> Row:
     """The row of a check that has failed, with the line to look at."""
-    return row._replace(result=FAILED, figure=figure, remedy=REMEDIES[remedy] + f"; look at {line}" * bool(line))
+    return row._replace(result=FAILED, figure=figure, remedy=REMEDIES[remedy] + (f"; look at {line}" if line else ""))
 
 
 def of_probes(probes: Sequence[Found]) -> Iterator[Row]:

@@ -99,7 +99,8 @@ def judge_clocks(apart: Sequence[float]) -> Finding:
     off = [rank for rank, it in enumerate(apart) if abs(it) > CLOCK_WARNS]
     return judged(
         "clocks",
-        f"{most:.1f} s apart" + f"; against rank 0 {name_ranks(off)} by up to {max(apart, key=abs):+.1f} s" * bool(off),
+        f"{most:.1f} s apart"
+        + (f"; against rank 0 {name_ranks(off)} by up to {max(apart, key=abs):+.1f} s" if off else ""),
         f"{CLOCK_WARNS:g} s at most: torchrun decides by the time in heartbeats whether a node is lost",
         "sudo chronyc makestep    # or: sudo timedatectl set-ntp true",
         warn=most > CLOCK_WARNS,

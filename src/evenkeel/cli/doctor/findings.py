@@ -126,7 +126,8 @@ def show(merged: Sequence[Merged], title: str, seconds: float) -> None:
     width = max((len(it.finding.name) for it in merged), default=0)
     lines = [styled(f"doctor: {title}")]
     for it in merged:
-        level, name, value = it.finding.level, it.finding.name, it.finding.value + f"  ({it.where})" * bool(it.where)
+        value = it.finding.value + (f"  ({it.where})" if it.where else "")
+        level, name = it.finding.level, it.finding.name
         lines.append(styled(f"{level:<6}", STYLES[level]) + styled(f"{name:<{width}}  {value}"))
         below = {"expected": it.finding.expected, "type": it.finding.remedy}
         lines += [styled(f"      {word:<{width}}  {text}") for word, text in below.items() if text]

@@ -29,7 +29,8 @@ def cores(ranks: int, workers: int) -> Iterator[Finding]:
         "cores",
         f"{here} for {count_ranks(ranks)} x ({threads} threads + {workers} workers) = {busy}",
         "no more threads and workers than cores, else they wait for each other",
-        f"export OMP_NUM_THREADS={fitting}" + f"    # and --num-workers {max(0, here // ranks - 1)}" * (workers > 0),
+        f"export OMP_NUM_THREADS={fitting}"
+        + (f"    # and --num-workers {max(0, here // ranks - 1)}" if workers > 0 else ""),
         warn=busy > here and (threads > 1 or workers),
     )
 
@@ -61,8 +62,8 @@ def limits() -> Iterator[Finding]:
     for name, flag, number, least in known:
         soft, hard = (math.inf if it < 0 else it for it in resource.getrlimit(number))  # RLIM_INFINITY is -1
         wanted = "unlimited" if least == sys.maxsize else max(least, min(hard, 65536))
-        expected = f"{wanted}{' (the default is too low for many loaders)' * (name == 'open files')}"
-        remedy = f"ulimit {flag} {wanted}" + "    # as root: the hard limit is lower" * (hard < least)
+        expected = f"{wanted}{' (the default is too low for many loaders)' if name == 'open files' else ''}"
+        remedy = f"ulimit {flag} {wanted}" + ("    # as root: the hard limit is lower" if hard < least else "")
         yield judged(f"limit of {name}", str(soft).replace("inf", "unlimited"), expected, remedy, warn=soft < least)
 
 
@@ -98,5 +99,5 @@ def weights_and_biases(asked: str) -> Iterator[Finding]:
 
     mode, why = wandb_mode(asked)
     missing = asked == "online" and wandb_mode("auto")[0] == "disabled"
-    value = f"{mode}, but no key found" if missing else f"{mode}{f': {why}' * bool(why)}"
+    value = f"{mode}, but no key found" if missing else f"{mode}{f': {why}' if why else ''}"
     yield judged("Weights & Biases", value, "a key for --wandb online", "wandb login", warn=missing)

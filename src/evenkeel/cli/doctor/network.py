@@ -49,7 +49,7 @@ def host_name(nodes: int) -> Iterator[Finding]:
     interface, _ = _outside()
     yield judged(
         "host name",
-        f"{name} is {', '.join(mine) or 'not known'}" + f", and GLOO_SOCKET_IFNAME={chosen}" * bool(chosen),
+        f"{name} is {', '.join(mine) or 'not known'}" + (f", and GLOO_SOCKET_IFNAME={chosen}" if chosen else ""),
         "an address that the other nodes reach: gloo binds to it",
         f"export GLOO_SOCKET_IFNAME={interface}    # the launchers set it",
         fail=wrong and not chosen and nodes > 1,

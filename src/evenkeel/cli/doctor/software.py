@@ -25,7 +25,7 @@ def versions(sharded: bool = False) -> Iterator[Finding]:
     old = sys.version_info[:2] < PYTHON
     yield judged("Python", sys.version.split()[0], "3.10 or newer", "make setup PYTHON=python3.12", fail=old, same=True)
     build = f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'})"
-    wanted = ".".join(map(str, least)) + " or newer" + " for --shard on" * sharded
+    wanted = ".".join(map(str, least)) + " or newer" + (" for --shard on" if sharded else "")
     yield judged("torch", build, wanted, REINSTALL, fail=numbers(torch.__version__) < least, same=True)
     yield from torchvision()
 
@@ -42,7 +42,7 @@ def torchvision() -> Iterator[Finding]:
     here, least = numbers(torch.__version__), numbers(wanted)
     yield judged(
         "torchvision",
-        known.version + f", for torch {relation}= {wanted}" * bool(wanted),
+        known.version + (f", for torch {relation}= {wanted}" if wanted else ""),
         f"the torchvision for torch {torch.__version__}",
         REINSTALL,
         fail=here < least if relation == ">" else here[: len(least)] != least,

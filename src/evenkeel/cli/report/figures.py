@@ -93,7 +93,7 @@ def _curves(group: str, lines: Sequence[Line], size: tuple[float, float]) -> Fig
     part = part or lines[0][0] * (len(lines) == 1 and not lines[0][-1])
     title = TITLES.get(metric, metric[:1].upper() + metric[1:].replace("_", " "))
     title = re.sub("^Lr (.*)", rf"{TITLES['lr']} (\1)", title)
-    title += f" ({part})" * bool(part and (part != TRAIN or metric == "loss"))
+    title += f" ({part})" if part and (part != TRAIN or metric == "loss") else ""
     canvas, axes = _canvas(size)
     handles = []
     for _, curve, number, noisy in lines:
@@ -162,7 +162,7 @@ def timeline(history: History) -> Iterator[Figure]:
     marks.grid(visible=False)
     bars.set_xlabel(f"time since the first start ({unit})")
     _legend(steps, list(handles.values()), list(handles), columns=len(handles))
-    title = "All attempts" + " (bold: on another number of ranks)" * (len({it.ranks for it in attempts}) > 1)
+    title = "All attempts" + (" (bold: on another number of ranks)" if len({it.ranks for it in attempts}) > 1 else "")
     yield Figure("timeline", title, _attempts_in_words(history), canvas)
 
 
@@ -192,7 +192,7 @@ def _attempts_in_words(history: History) -> str:
         f"{it.number}, {count_ranks(it.ranks)}, steps {it.first_step} to {it.last_step}, {it.ending}"
         for it in history.attempts[:ROWS]
     ]
-    more = f"; and {len(history.attempts) - ROWS} more" * (len(history.attempts) > ROWS)
+    more = f"; and {len(history.attempts) - ROWS} more" if len(history.attempts) > ROWS else ""
     return f"Steps over time and a bar for each attempt: {'; '.join(description)}{more}."
 
 

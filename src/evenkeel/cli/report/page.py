@@ -58,7 +58,7 @@ def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]
 
     sections = {"Curves": cards(figures.curves(histories)) + last_values(histories)}
     for history in histories:
-        of = f": {history.name}" * (len(histories) > 1)
+        of = f": {history.name}" if len(histories) > 1 else ""
         sections[f"Timeline{of}"] = cards(figures.timeline(history)) + attempts(history)
         if ranks := read_ranks(history.path / "ranks.jsonl"):
             shares = escape(str(history.status.get("shares", "")))
@@ -71,7 +71,7 @@ def contents(histories: Sequence[History]) -> tuple[dict[str, str], list[Figure]
         sections[f"Logged{of}"] = logged(history.path)
         sections[f"Audit{of}"] = table(["evenkeel audit", ""], audited(history))
     sections["Where the time went"] = cards(figures.time_spent(histories), time_table(histories))
-    nothing = '<p class="card">Nothing has been recorded yet.</p>' * (not found)
+    nothing = '<p class="card">Nothing has been recorded yet.</p>' if not found else ""
     return sections | {"Records": nothing, "Options": options(histories)}, found
 
 
@@ -97,7 +97,7 @@ def _header(histories: Sequence[History]) -> str:
     tiles = "".join(
         f"<div><dt>{head}</dt><dd>{facts[name]}</dd></div>" for name, head in FACTS.items() if name != "state"
     )
-    why = f"<p>{escape(history.why)}</p>" * bool(history.why)
+    why = f"<p>{escape(history.why)}</p>" if history.why else ""
     about = " · ".join(["Evenkeel report", *_about(history)])
     return f"<p>{about}</p><h1>{escape(history.name)} {facts['state']}</h1>{why}<dl>{tiles}</dl>"
 
@@ -124,7 +124,7 @@ def _facts(history: History) -> dict[str, str]:
     step, total, best = history.step, history.status.get("total_steps"), history.best_value()
     speeds = history.curves.get(f"{TRAIN}/samples_per_s")
     shown = f"{best[1]:.4g} <small>{escape(best[0])} at step {best[2]:,}</small>" if best else "-"
-    at = f" at step {step:,}" * (history.state not in ("finished", "running"))
+    at = f" at step {step:,}" if history.state not in ("finished", "running") else ""
     kinds = {"finished": "good", "running": "accent", "stopped": "fifth"}
     seconds = sum(history.seconds.values())
     colour = kinds.get(history.state, "bad")
@@ -189,7 +189,7 @@ def last_values(histories: Sequence[History]) -> str:
     known = [(name, [history.curves.get(name) for history in histories]) for name in names]
     rows = [[escape(name), *(f"{it.values[-1]:.4g}" if it else "-" for it in found)] for name, found in known]
     heads = ["last value", *(escape(history.name) for history in histories)]
-    return table(heads, rows, "Table of the last values" * (len(histories) == 1))
+    return table(heads, rows, "Table of the last values" if len(histories) == 1 else "")
 
 
 def options(histories: Sequence[History]) -> str:
@@ -200,7 +200,7 @@ def options(histories: Sequence[History]) -> str:
     every = [(name, [history.options.get(name) for history in histories]) for name in names]
     words = [escape(f"{flag(name)} {_value(values[0])}") for name, values in differing]
     if len(histories) == 1:
-        shown = f'<div class="card words">{"".join(f"<code>{word}</code>" for word in words)}</div>' * bool(words)
+        shown = f'<div class="card words">{"".join(f"<code>{word}</code>" for word in words)}</div>' if words else ""
     else:
         shown = table(heads, _option_rows(differing)) or '<p class="card">They do not differ.</p>'
     return shown + table(heads, _option_rows(every), f"All {len(every)} options") if every else ""

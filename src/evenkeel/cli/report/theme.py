@@ -99,7 +99,7 @@ class Figure:
     def place(self) -> str:
         """The class of its card in the style sheet; empty for a small one."""
         width, height = map(float, self.canvas.get_size_inches())
-        return "tall" if (width, height) == TALL else "wide" * (width > SMALL[0])
+        return "tall" if (width, height) == TALL else "wide" if width > SMALL[0] else ""
 
     def svg(self) -> str:
         """An <svg> for a page, without network access or ids that clash with other figures."""

@@ -203,7 +203,7 @@ class ScalingCommand:
         console = Console(highlight=False, soft_wrap=True)
         for title, rows in tables.items():
             console.print(_as_table(title, rows))
-            it, few = forecasts[title], ", from one point" * (len(rows) == 2)
+            it, few = forecasts[title], ", from one point" if len(rows) == 2 else ""
             text = (
                 f"prediction, not measured: {it.ranks} ranks would be {it.speedup:.2f} x as fast as {rows[0].ranks} "
                 f"({it.law}'s law, serial share {it.serial_share:.0%}{few})\n"

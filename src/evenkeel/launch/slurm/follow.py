@@ -136,7 +136,7 @@ class _Follower:
         said, reason = status.get("state"), status.get("reason")
         at = f" at step {status['step']}" if "step" in status and said != "running" else ""
         if said == "finished" or (job.state == "COMPLETED" and said not in ("stopped", "failed")):
-            early = f" ({reason})" * bool(status.get("stopped_early"))
+            early = f" ({reason})" if status.get("stopped_early") else ""
             self.say(f"finished{at}{early} -> {self.record.run_dir}")
             return 0
         if job.state == "CANCELLED" or (self.waited and not job.is_known):
