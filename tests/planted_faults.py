@@ -443,8 +443,8 @@ a run whose checkpoint cannot be loaded stays recorded as running
     + run._resume() or ExitStack() as stack, run._finish_or_rescue(interruption)
 the same mistake in code is tried again as often as torchrun may
     distributed/exits.py | tests/promises/test_keeper.py::test_the_same_mistake_again_before_the_first_step_ends_the_job
-    - before, again = failed_before(line), _comes_again(error, line)
-    + before, again = failed_before(line), False
+    - again = _comes_again(error, line, before)
+    + again = False
 a bug in a loader process is reported where the batch was asked for
     distributed/causes.py | tests/processes/test_train.py::test_a_bug_in_the_data_set_is_reported_at_its_line
     - str(error), re.M) if _is_of_loader(error) else []
