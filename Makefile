@@ -18,6 +18,9 @@ NEW := import sys; sys.exit("needs Python 3.10 or newer; remove $(VENV), then: m
 # an environment that was moved with its folder, or in which a wheel has replaced this source, would run other source
 OWN := import importlib.util, os, sys; it = importlib.util.find_spec("evenkeel"); at = it and it.origin or "no folder"; \
   sys.exit(f"$(VENV) has evenkeel of {at}, not of here: remove $(VENV), or name another VENV" * (os.path.realpath(at) != os.path.realpath("src/evenkeel/__init__.py")) or 0)
+# of pip's 500 lines, to a pipe that ends with its exit code: downloads from 100 MB on; errors are on stderr
+QUIET := while read -r word rest; do case "$$word $$rest" in "exit "*) exit "$$rest";; Downloading*[0-9][0-9][0-9].?" MB"*|Downloading*GB*) \
+  echo "  $$word $$rest";; "Installing collected"*) echo "  installing $$(echo "$$rest" | tr , '\n' | wc -l) packages: some minutes";; esac; done
 
 .PHONY: own help setup train test test-fast test-rest test-gate test-all test-bare test-docker test-versions bench-smoke lint format \
   docs lock
@@ -32,8 +35,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c '$(NEW)'
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c '$(NEW)'
-	@echo 'make setup: up to 6 GB; once all is downloaded, pip prints nothing for some minutes'
-	$(BIN)/pip install --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@echo 'make setup: installs some 160 packages, with CUDA 6 GB; large downloads are shown'
+	@{ $(BIN)/pip install --progress-bar off --constraint $(CONSTRAINTS) --editable '.[dev]'; echo "exit $$?"; } | { $(QUIET); }
 	@touch $@
 
 own: $(INSTALLED)

@@ -253,7 +253,7 @@ def test_a_wheel_is_copied(tmp_path: Path) -> None:
     written = write(made, "0.1.0", tmp_path / "tide", source.wheel)
     assert (tmp_path / "tide" / "wheels" / WHEEL).read_bytes() == (tmp_path / WHEEL).read_bytes()
     assert f"wheels/{WHEEL}" in written
-    assert "$(PIP) install wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
+    assert "$(PIP) install --progress-bar off wheels/evenkeel-*.whl " in (tmp_path / "tide" / "Makefile").read_text()
 
 
 @needs.tools("make")
@@ -270,7 +270,42 @@ def test_a_wheel_replaces_no_checkout(listed: str, tmp_path: Path, monkeypatch: 
     done = make("setup", f"VENV={tmp_path}/mine")
     refused = listed.startswith("evenkeel ")
     assert (f"evenkeel in {tmp_path}/mine is a checkout" in done.stderr) == refused, done.stderr
+    assert (f". {tmp_path}/mine/bin/activate; launch/single_node.py; python -m pytest" in done.stderr) == refused
     assert ("\ninstalls\n" in done.stdout) != refused
+
+
+PIP = """#!/bin/sh
+case $* in *install*--editable*) cat <<'END'
+Collecting torch==2.15 (from tide==0.1.0)
+  Downloading torch-2.15.0.whl.metadata (29 kB)
+Downloading numpy-2.4.whl (16.8 MB)
+Downloading torch-2.15.0.whl (899.8 MB)
+Installing collected packages: torch, numpy
+Successfully installed numpy-2.4 torch-2.15
+END
+echo ERROR: it is full >&2; exit {code};; esac
+"""
+
+
+@needs.tools("make")
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("checkout", [True, False])
+def test_make_shows_what_takes_long_and_errors_and_ends_as_pip_does(
+    code: int, checkout: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(Answers("tide", "lm", (), "evenkeel==0.1.0", "index"), "0.1.0", tmp_path / "tide")
+    if checkout:
+        (tmp_path / "tide" / "Makefile").write_text((ROOT / "Makefile").read_text())
+        (tmp_path / "tide" / "requirements.lock").touch()
+    for name in ("python", "pip"):
+        (file := tmp_path / "mine" / "bin" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(PIP.format(code=code))
+        file.chmod(0o755)
+    monkeypatch.chdir(tmp_path / "tide")
+    done = make("-s", "setup", f"VENV={tmp_path}/mine", f"PYTHON={tmp_path}/mine/bin/python")
+    assert (done.returncode, "ERROR: it is full" in done.stderr) == (2 * (code > 0), True)
+    long = ["  Downloading torch-2.15.0.whl (899.8 MB)", "  installing 2 packages: some minutes"]
+    assert [line for line in done.stdout.splitlines() if not line.startswith("make setup: ")] == long
 
 
 DIRECT = {
