@@ -23,11 +23,11 @@ BUDGET = {
     "distributed": 2641,
     "resilience": 1997,
     "training": 6968,
-    "run": 7752,
+    "run": 7756,
     "tasks": 2336,
     "mirror": 727,
     "launch": 3183,
-    "cli": 7539,
+    "cli": 7543,
     "time_travel": 1691,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""
