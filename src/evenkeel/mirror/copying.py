@@ -295,9 +295,8 @@ class Copier:
         say(f"evenkeel: {self.settings.url}: {text}", to_stderr=True)
 
 
-def _age(status: dict[str, Any]) -> tuple[int, int, float]:
-    # the time last: a clock may be set back
-    return len(status.get("world_sizes", [])), status.get("step", 0), status.get("time", 0.0)
+def _age(status: dict[str, Any]) -> tuple[int, float]:
+    return len(status.get("world_sizes", [])), status.get("time", 0.0)
 
 
 def _shown(error: Exception) -> str:
