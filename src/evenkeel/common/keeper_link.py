@@ -18,7 +18,7 @@ Message = Literal[Kind, "generation", "limit", "grace", "progress", "lost", "han
     limit       --keeper-restarts
     grace       --grace
     progress    the first step that this attempt has finished
-    checkpoint  the facts of a state in memory (`resilience.memory_checkpoint`)
+    checkpoint  the label of a state in memory (`resilience.memory_checkpoint`)
     snapshot    the same of a rescue
     lost        it has probably lost another rank; the traceback to print if no keeper confirms that
     hang        it ends because of a hang; which ranks hung

@@ -100,11 +100,14 @@ def load_name(name: str, label: str) -> Any:
     return getattr(module, attribute, None)
 
 
+_imported: dict[str, Any] = {}  # modules, by their absolute paths as typed
+
+
 def _import_file(label: str, path: Path) -> Any:
     """Import a file under its own stem, so that loader processes can find its classes by name."""
     path = as_submitted(path)
-    known = sys.modules.get(path.stem)
-    if known and getattr(known, "__file__", None) == str(path.resolve()):
+    known, typed = sys.modules.get(path.stem), os.path.abspath(path)  # noqa: PTH100  (a link may be another file by now)
+    if known and (known is _imported.get(typed) or getattr(known, "__file__", None) == str(path.resolve())):
         return known  # a keeper has imported it, and goes on with that whatever the file is now
     if not path.is_file():
         raise Refusal(f"{label}: no file {path}")
@@ -118,6 +121,7 @@ def _import_file(label: str, path: Path) -> Any:
     except BaseException:
         del sys.modules[path.stem]  # else the next import would find it incomplete
         raise
+    _imported[typed] = module
     return module
 
 

@@ -77,8 +77,9 @@ def hung(beats: dict[int, Beat], frozen: list[int]) -> str:
     """Which ranks hung, in short: "rank 3 hung in data loading of step 812"; frozen ones are killed for that."""
     if frozen:
         return f"{name_ranks(frozen)} hung and {'were' if len(frozen) > 1 else 'was'} killed"
-    (_, phase, step), ranks = _groups(beats, frozen)[0]
-    return f"{name_ranks(ranks)} hung in {phase} of step {step + 1}"
+    groups = _groups(beats, frozen)
+    suspects = [group for group in groups if group[0][1] != REDUCTION] or groups
+    return ", ".join(f"{name_ranks(ranks)} hung in {phase} of step {step + 1}" for (_, phase, step), ranks in suspects)
 
 
 def blamed(beats: Mapping[int, Beat], frozen: Collection[int]) -> list[str]:

@@ -288,7 +288,8 @@ class Keeper:
             hung = self._peers.hang_of() if -code == signal.SIGKILL else ""
             how = death = hung or f"rank {self._rank} was killed by {signal_name(-code)}"
         elif "hang" in self._messages:
-            how, death = self._messages["hang"], f"rank {self._rank} ended because of a hang"
+            death = f"rank {self._rank} ended because of a hang"
+            how = self._messages["hang"] or death
         elif self._regroup_time or ("lost" in self._messages and self._is_confirmed()):
             how = death = ""
         else:

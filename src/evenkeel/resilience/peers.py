@@ -114,11 +114,9 @@ class Peers:
 
     def hang_of(self) -> str:
         """Which ranks hung, if the others found this one frozen, and so killed it; else ""."""
-        try:
+        with contextlib.suppress(RuntimeError):  # `report_death` asks the same store again
             if self._store and self._store.check([key := f"{WATCH}/{HUNG}/{self._rank}"]):
                 return self._store.get(key).decode()
-        except RuntimeError:
-            self._disconnect()
         return ""
 
     def report_death(self, how: str) -> bool:

@@ -30,8 +30,9 @@ SEARCH_SECONDS = 5.0
 """For reading the samples of a step again."""
 
 
-def name_samples(error: BaseException, attempt: Attempt, state: State) -> None:
+def name_samples(error: BaseException, attempt: Attempt, state: State) -> str:
     """Add a note with the samples to a mistake in the loss of one micro-batch, which `reason_of` puts into its line.
+    Returns the note; "" if it is no such mistake.
 
     The sample of a label that torch names; else all of the micro-batch, unless it is the first step or an evaluation:
     what fails there is most likely wrong for every sample, so the note says what the batch is.
@@ -39,7 +40,7 @@ def name_samples(error: BaseException, attempt: Attempt, state: State) -> None:
     with contextlib.suppress(Exception):  # attributes of the error or the data set may not be as usual
         batch, where = getattr(error, "micro_batch", (None, None))
         if batch is None or isinstance(error, Ended) or not is_mistake(error):
-            return
+            return ""
         suspects: list[int] = []
         label = re.search(r"Target (-?\d+) is out of bounds", str(error))
         if where and (numbers := _numbers(attempt, state, where.step)):
@@ -47,6 +48,8 @@ def name_samples(error: BaseException, attempt: Attempt, state: State) -> None:
             suspects = _with_value(batch, int(label[1]), mine) if label else mine * bool(where.step)
         note = f"({_listed(suspects, attempt) if suspects else f'the batch is {described(batch)}'})"
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+        return note
+    return ""
 
 
 def say_hints(error: BaseException, attempt: Attempt, state: State) -> str:

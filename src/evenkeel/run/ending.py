@@ -160,7 +160,8 @@ class Ending:
             if isinstance(error, Unfit)
             else self._saver.rescue(self._state, in_place=lost).text
         )
-        name_samples(error, self._attempt, self._state)
+        if samples := name_samples(error, self._attempt, self._state):
+            log.info("%s", samples)
         if not out_of_memory:
             self._record_failure(error, saved, lost)
             return

@@ -97,21 +97,18 @@ def fingerprint(task: Task, device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         parts |= _gpu_libraries()
     parts |= {f"env:{name}": os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    return parts | _code(type(task))
+    # the text counts, comments included: a digest cannot tell whether an edit changes a result
+    others = {name: short_digest(path.read_bytes()) for name, path in _code(type(task)) if name not in _of_forks}
+    return parts | _of_forks | others
 
 
 def remember_code(task: type[Task]) -> None:
-    """In a keeper: note the code that its forks run, whatever is on the disk by then."""
-    _of_forks.update(_code(task))
+    """In a keeper: note the code that it has loaded, which its forks run whatever is on the disk by then."""
+    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    _of_forks.update({name: short_digest(path.read_bytes()) for name, path in _code(task) if str(path) in loaded})
 
 
 _of_forks: dict[str, str] = {}
-
-
-def _code(task: type[Task]) -> dict[str, str]:
-    """The digest of each file. Comments count: nobody can tell by a digest whether an edit changes a result."""
-    found = {f"code:{name}": path for name, path in sorted(_sources(task))}
-    return _of_forks | {name: short_digest(path.read_bytes()) for name, path in found.items() if name not in _of_forks}
 
 
 def differences(old: Fingerprint, new: Fingerprint) -> Differences:
@@ -223,6 +220,10 @@ def _gpu_libraries() -> dict[str, str]:
         "cudnn_benchmark": str(cudnn.benchmark),
         "cudnn_deterministic": str(cudnn.deterministic),
     }
+
+
+def _code(task: type[Task]) -> list[tuple[str, Path]]:
+    return [(f"code:{name}", path) for name, path in sorted(_sources(task))]
 
 
 def _sources(task: type[Task]) -> Iterator[tuple[str, Path]]:

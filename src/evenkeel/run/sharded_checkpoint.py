@@ -164,8 +164,12 @@ def await_writers(checkpoints: Checkpoints) -> None:
     delete what is left."""
     until = time.monotonic() + WRITER_TIMEOUT
     for folder in sorted(hidden(checkpoints.folder)):
-        with contextlib.suppress(FileNotFoundError), folder_locked(folder, until):  # complete, it has another name now
-            publish_if_whole(checkpoints, folder, until)
+        try:
+            with folder_locked(folder, until):
+                publish_if_whole(checkpoints, folder, until)
+        except OSError:
+            if folder.exists():  # else it is complete and has another name now, or another host has deleted it
+                raise
     clean(checkpoints.folder)
 
 

@@ -45,7 +45,7 @@ def newest_rows(world: World, sharding: Sharding, saver: ShardedSaver, replicate
     saver.slots.keep_run(checkpoints.provenance.run_id)
     everywhere = world.all_gather(saver.slots.steps())
     step = common_step(everywhere)
-    if not step:  # a keeper that has imported changed source again has written its slots, and has them no more
+    if not step:  # no step is in the slots of all ranks
         saver.write_slots()
         world.all_gather(None)
     if world.rank == 0:

@@ -312,10 +312,10 @@ def _is_locked(path: Path) -> bool:
 def delete(path: Path) -> None:
     """Rename a checkpoint, or what is left of one, then delete it: half of it must not look like a whole one. What
     cannot be deleted keeps its hidden name."""
-    hidden = temporary_name(final_of(path))
+    doomed = temporary_name(final_of(path))
     with contextlib.suppress(OSError):
-        path.replace(hidden)
-        shutil.rmtree(hidden)
+        path.replace(doomed)
+        shutil.rmtree(doomed)
 
 
 def set_aside(path: Path, prefix: str = DAMAGED, damage: object = None) -> None:

@@ -87,7 +87,7 @@ def _tasks_in(source: str) -> list[str]:
 def _known() -> dict[str, str]:
     """What --task may be, by the short name: the built-in tasks, and the classes of the project's module."""
     known = {it: it for it in built_in()}
-    with contextlib.suppress(Refusal, OSError):  # the project's file is read, not run
+    with contextlib.suppress(Refusal, OSError, ValueError):  # the project's file is read, not run
         source = default_task()[0].rpartition(":")[0]
         name = source if source.endswith(".py") else source.replace(".", os.sep) + ".py"
         files = [file for folder in sys.path if (file := Path(folder, name)).is_file()]
