@@ -218,8 +218,8 @@ def test_a_start_waits_for_a_rank_that_still_writes(checkpoints: Checkpoints, mo
     process.start()
     wait_until(begun.exists, "the last rank writes")
     await_writers(checkpoints)
-    process.join()
     assert checkpoints.newest_step() == 5
+    process.join()
 
 
 @pytest.mark.parametrize("complete", [await_writers, lambda it: await_whole(it, 5, 20)], ids=["a start", "rank 0"])
