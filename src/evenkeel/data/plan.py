@@ -165,7 +165,7 @@ class Plan:
 
         `per_rank`: how many of a full step's micro-batches each rank computes (--shares); empty: equally many.
         """
-        return shares(self._count(step), world_size, per_rank)
+        return shares_by_rank(self._count(step), world_size, per_rank)
 
     def _span(self, step: int) -> tuple[int, int]:
         """The first position of a step in its epoch, and the one after its last."""
@@ -200,7 +200,7 @@ def contiguous_part(total: int, index: int, parts: int) -> range:
 
 
 @lru_cache(maxsize=8)
-def shares(count: int, world_size: int, per_rank: tuple[int, ...] = ()) -> tuple[range, ...]:
+def shares_by_rank(count: int, world_size: int, per_rank: tuple[int, ...] = ()) -> tuple[range, ...]:
     """The shares of all ranks: with these sizes, if they add up to ``count``; a shorter step is divided equally."""
     if sum(per_rank) == count:
         ends = [0, *accumulate(per_rank)]
@@ -211,7 +211,7 @@ def shares(count: int, world_size: int, per_rank: tuple[int, ...] = ()) -> tuple
 def assigned(count: int, rank: int, world_size: int, per_rank: tuple[int, ...], how: Assignment) -> Sequence[int]:
     """The ids of a rank's micro-batches, of ``count``."""
     if how == "share":
-        return shares(count, world_size, per_rank)[rank]
+        return shares_by_rank(count, world_size, per_rank)[rank]
     mine = range(rank, count, world_size) if how == "round_robin" else contiguous_part(count, rank, world_size)
     most = -(-count // world_size)
     return mine if len(mine) == most else [*mine, 0]  # a rank with one less repeats the first, see `Reduction.repeats`

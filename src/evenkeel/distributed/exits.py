@@ -42,7 +42,10 @@ from .attempt_files import Claim, claim_first_failure, failed_alike, failed_befo
 from .causes import is_certain, is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
 AGAIN = "; the same error as before: not tried again"
+"""What follows a mistake that has ended an earlier attempt too."""
+
 TRYING = "; torchrun tries again, in case the machine is to blame, unless another rank reports a mistake"
+"""What follows another error."""
 
 SPEAKER_TIMEOUT = 10.0
 """Seconds that other ranks of a node wait for local rank 0 to print a refusal before they print it themselves."""

@@ -122,7 +122,8 @@ class Interruption:
         """
         with self._deciding:
             before = self.reason
-            if not before or (before == REGROUPING and code == STOPPED):
+            is_stop = code == STOPPED
+            if not before or (before == REGROUPING and is_stop):
                 self.reason = reason
         if before in ("", ERROR):  # main saves after an error, and so far had no limit
             with contextlib.suppress(RuntimeError):  # the system may have no more threads

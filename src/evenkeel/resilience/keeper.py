@@ -255,16 +255,15 @@ class Keeper:
                 _say(f"{what} is NOT SAVED within --grace {self._grace:g} s; a process continues writing it")
                 break
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
-                announced, again = True, " again" if self._stop_signal == signal.SIGINT else ""
-                # torchrun makes SIGTERM of a second Ctrl-C
-                plain = is_plain_torchrun(os.getppid())
-                press = f"type `kill -INT {os.getpid()}`" if plain else f"press Ctrl-C{again}"
-                _say(
-                    f"{signal_name(self._stop_signal)}: waiting {until - now:.0f} s at most until {what} is on the "
-                    f"disk; {press} to exit without it"
-                )
+                announced, wait = True, f"waiting {until - now:.0f} s at most until {what} is on the disk"
+                _say(f"{signal_name(self._stop_signal)}: {wait}; {self._how_to_exit()} to exit without it")
             self._stopped_within(0.01)
         return True
+
+    def _how_to_exit(self) -> str:
+        if is_plain_torchrun(os.getppid()):  # it makes SIGTERM of a second Ctrl-C
+            return f"type `kill -INT {os.getpid()}`"
+        return "press Ctrl-C again" if self._stop_signal == signal.SIGINT else "press Ctrl-C"
 
     def _handle_end(self, code: int) -> bool:
         """Handle a trainer's end: report this rank's death to the other keepers, and return whether to fork another

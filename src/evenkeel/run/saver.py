@@ -136,7 +136,7 @@ class Saver:
             self._staging.release()
 
     def store_step(self, state: State) -> None:
-        """Store the step that was just done, in a sharded run (`sharded_saver`); else do nothing."""
+        """In a sharded run store the step that was just done, whose rows no other rank has (`ShardedSaver`)."""
 
     def _store_in_memory(self, captured: dict[str, Any], metrics: dict[str, float], kind: Kind) -> bool:
         """Store a state in memory for the keeper; False without a keeper or enough memory."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..common.errors import Refusal
 from ..config import Config, shares_of
-from ..data.plan import Plan, shares
+from ..data.plan import Plan, shares_by_rank
 from ..distributed.world import World
 from .arrivals import BACKWARD, FORWARD, LOADING, MICRO_BATCHES, STEPS
 from .task import Task
@@ -104,7 +104,7 @@ def first_counts(config: Config, plan: Plan, world_size: int) -> tuple[int, ...]
     count, numbers = plan.micro_batches_per_step, shares_of(config)
     if numbers and len(numbers) == world_size <= count:
         return apportioned(count, [1 / number for number in numbers])
-    return tuple(map(len, shares(count, world_size)))
+    return tuple(map(len, shares_by_rank(count, world_size)))
 
 
 def refuse_unequal(task: Task, config: Config) -> None:
