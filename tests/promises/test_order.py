@@ -89,7 +89,9 @@ def test_killed_and_finished_on_other_ranks_each_position_comes_once(tmp_path: P
     [
         ("weights", "start", r"was read in 50 draws by sample_weights() ("),
         needs.long("order", "start", "was read in an order of 50 samples by order() ("),
-        needs.long("tokens", "start", "13 micro-batches of at most 33 tokens by sample_l"),
+        needs.long(
+            "tokens", "start", "13 micro-batches, 4 in a step (--micro-batches), of at most 33 tokens by sample_l"
+        ),
         ("order", "later", "order(1) is not what it was when the run was in that epoch"),
     ],
 )
