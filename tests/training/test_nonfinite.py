@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from evenkeel.config import Config
-from evenkeel.training.nonfinite import NonFinite, step_unless
+from evenkeel.training.nonfinite import NonFinite, decide, step_unless
 from evenkeel.training.optimization import build_optimizer, clip_grad_norm
+from evenkeel.training.precision import FLOOR, Scaler
 from evenkeel.training.state import State
 from evenkeel.training.state_dicts import sha256
 
@@ -22,6 +23,28 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "ours, sgd": lambda p: build_optimizer(p, Config(optimizer="sgd")),
     "a user's own": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
 }
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "scale", "decided"),
+    [
+        (1.0, 1.0, 2.0, (False, False, False)),
+        (math.inf, 1.0, 2.0, (True, True, False)),
+        (math.inf, 1.0, FLOOR, (True, False, True)),
+        (math.nan, math.nan, 2.0, (True, False, True)),
+        (math.nan, 1.0, None, (True, None, True)),
+    ],
+    ids=["finite", "too large for float16", "too large for the smallest scale", "a bad loss", "without a scale"],
+)
+def test_what_becomes_of_a_step(
+    norm: float, loss: float, scale: float | None, decided: tuple[bool, bool | None, bool]
+) -> None:
+    """The rows of `Decision`: not finite, overflow, failed."""
+    scaler = Scaler(torch.device("cpu"), scale) if scale else None
+    it = decide(torch.tensor(norm), torch.tensor(loss), scaler, [], by_host=False)
+    overflow = None if it.overflow is None else bool(it.overflow)
+    assert (bool(it.nonfinite), overflow, bool(it.failed)) == decided
+    assert it.skip is decided[0], "a bool: on a CPU the host decides"
 
 
 def take(state: State, gradient: float) -> None:
