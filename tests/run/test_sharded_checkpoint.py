@@ -13,25 +13,30 @@ import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
 from evenkeel.common.files import try_lock, write_json
+from evenkeel.config import Config
+from evenkeel.distributed.world import World
 from evenkeel.run.checkpoint import Checkpoints, label_of
 from evenkeel.run.manifest import MANIFEST, Provenance, load, read_manifest, step_of, verify
 from evenkeel.run.sharded_checkpoint import await_whole, await_writers, publish_if_whole, write_rows, write_slots
 from evenkeel.run.sharded_resume import common_step
+from evenkeel.run.sharded_saver import ShardedSaver
 from evenkeel.run.state_files import Damaged, file_of, read_parts, rows_of
 from evenkeel.training.slots import Slots
 from evenkeel.training.staging import Staging, map_tensors
+from evenkeel.training.state import State
 from tests.run.test_checkpoint import same
 from tests.support.processes import names_in, wait_until
 
-FORK = multiprocessing.get_context("fork")
+FORK, CPU = multiprocessing.get_context("fork"), torch.device("cpu")
 DIVIDED = {"model.uneven": 7, "model.few": 1, "model.bf16": 4, "optimizers.0.state.0.exp_avg": 7, "model.none": 0}
 
 
@@ -441,6 +446,35 @@ def test_the_run_goes_on_at_the_smallest_of_the_newest_steps(checkpoints: Checkp
     assert not all(3 in steps for steps in everywhere)
     assert common_step([[2, 3], [], [3]]) == 0, "a rank has none"
     assert common_step([[7], [9], [9]]) == 0, "another launch's"
+
+
+@pytest.mark.parametrize(("hangs", "left"), [(True, [2, 3]), (False, [3, 4])], ids=["hangs", "the control"])
+def test_a_rescue_from_a_gpu_that_hangs_leaves_the_two_last_finished_steps(
+    checkpoints: Checkpoints, hangs: bool, left: list[int]
+) -> None:
+    """The host has queued step 4. A copy would be step 3 once more, in the place of 2, the newest of a dead rank."""
+    model = nn.Linear(2, 1)
+    state = State(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    described: Any = {"rows": {"rank": 1, "ranks": 2, "of": {}}}
+    sharding: Any = SimpleNamespace(described=lambda committed: committed | described, rank=1)
+    saver = ShardedSaver(checkpoints, World(1, 1, 2, 2, CPU, launched=False), Config(grace=4.0), print)
+    saver.token, state.sharding = "token", sharding
+
+    def commit() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state.commit(torch.tensor(1.0))
+
+    for _ in range(3):
+        commit()
+        saver.store_step(state)
+    if hangs:
+        state._seqlock._ends = {CPU: SimpleNamespace(query=lambda: False)}  # type: ignore[dict-item]
+        state.step = state._seqlock.queued = 4
+    else:
+        commit()
+    saver.rescue(state)
+    assert saver.slots.steps() == left
 
 
 def test_slots_on_the_disk_are_a_checkpoint_of_the_step_that_all_have(checkpoints: Checkpoints) -> None:

@@ -119,6 +119,7 @@ class Keeper:
             if code == UNFORKABLE and not self._messages:
                 if self._stop_time:
                     self._end(STOPPED)
+                keeper_link.note_absence("a fork of it could not use its GPU")
                 break  # this process trains itself
             if not self._handle_end(code):
                 if code:

@@ -152,7 +152,10 @@ class Saver:
         return rank_memory.store(partial(torch.save, captured), label)
 
     def _newest_on_disk(self) -> int:
-        """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory."""
+        """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory, or is being
+        written to."""
+        if self.busy and not self.done:
+            return 0
         with contextlib.suppress(OSError, TimeoutError):
             return self._executor.submit(self.checkpoints.newest_step).result(DISK_TIMEOUT)
         return 0

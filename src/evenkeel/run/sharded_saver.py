@@ -110,7 +110,9 @@ class ShardedSaver(Saver):
             return NOTHING_NEW
         reserved = self._staging.reserve(begun + grace / 4)  # a checkpoint that is being written comes first
         try:
-            if state.step > max(self.slots.steps(), default=0):  # stopped between the commit and the copy
+            # stopped between the commit and the copy; if a GPU hangs in that step, a copy would be the step before once
+            # more, in the place of the one that other ranks may have as their newest
+            if state.step > max(self.slots.steps(), default=0) and state.is_reached(half_time):
                 with suppress(Torn):
                     self._store(state, half_time, final=True)
             steps = self.slots.freeze(half_time)

@@ -141,7 +141,7 @@ class Slots:
                 return int(label["step"])
             slot = min(self._slots, key=lambda slot: slot.step)
             captured = capture(slot)
-            slot.complete(captured, label)
+            slot.complete(captured, {**label, "step": captured["step"]})  # a GPU may have undone that step
             return int(captured["step"])
         finally:
             self._writing.release()

@@ -271,6 +271,10 @@ class State:
         if "task" in committed or any(it.device.type == "cpu" for it in named_tensors(committed).values()):
             raise Torn(f"the device is at step {on_device}, but the task or an optimizer without fused=True is ahead")
 
+    def is_reached(self, until: float) -> bool:
+        """Whether the devices have finished the last commit; waits for them as `Seqlock.wait`."""
+        return self._seqlock.wait(until)
+
     def pin(self, staging: Staging) -> None:
         """Prepare memory for fast copies from a GPU. Call it after the first commit: then the optimizers have state."""
         staging.pin(self._committed())
