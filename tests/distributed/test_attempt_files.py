@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.distributed.attempt_files import claim_first_failure, said_first
+from evenkeel.distributed.attempt_files import record_first_failure, said_first
 
 
 def test_the_first_failure_is_whole_as_soon_as_another_rank_sees_it(
@@ -17,11 +17,11 @@ def test_the_first_failure_is_whole_as_soon_as_another_rank_sees_it(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     line = "long " * 10**6
     if not (first := os.fork()):
-        os._exit(claim_first_failure(line) != "first")
+        os._exit(record_first_failure(line) != "first")
     while not (seen := said_first(str(error_file))) and os.waitpid(first, os.WNOHANG) == (0, 0):
         pass
     assert (seen or said_first(str(error_file))) == line.strip()
     with contextlib.suppress(ChildProcessError):
         os.waitpid(first, 0)
-    assert [claim_first_failure(it) for it in (line, "short")] == ["alike", "other"]
+    assert [record_first_failure(it) for it in (line, "short")] == ["alike", "other"]
     assert {it.name for it in tmp_path.iterdir()} == {"failed"}

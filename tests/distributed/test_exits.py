@@ -5,10 +5,10 @@ from typing import get_args
 import pytest
 
 from evenkeel.common.errors import Ended, EndedForGood, EndedHere, Uncollated
-from evenkeel.distributed.attempt_files import Claim
+from evenkeel.distributed.attempt_files import Place
 from evenkeel.distributed.exits import prints
 
-FIRST, ALIKE, OTHER = CLAIMS = get_args(Claim)
+FIRST, ALIKE, OTHER = PLACES = get_args(Place)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ FIRST, ALIKE, OTHER = CLAIMS = get_args(Claim)
         (ValueError, {FIRST}, {FIRST}),
     ],
 )
-def test_an_error_is_printed_by(kind: type[Exception], on_rank_0: set[Claim], elsewhere: set[Claim]) -> None:
+def test_an_error_is_printed_by(kind: type[Exception], on_rank_0: set[Place], elsewhere: set[Place]) -> None:
     for rank_0, expected in ((True, on_rank_0), (False, elsewhere)):
-        assert {claim for claim in CLAIMS if prints(kind("why"), rank_0, claim)} == expected
+        assert {place for place in PLACES if prints(kind("why"), rank_0, place)} == expected

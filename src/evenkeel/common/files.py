@@ -198,8 +198,8 @@ def unlock(file: IO[Any] | int) -> None:
 def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -> Iterator[bool]:
     """Lock a folder to the end of the block, by the file `LOCK` in it, as :func:`try_lock`; yields whether it is.
 
-    The holder touches that file. While it does, others wait beyond ``until``, and say so: two who write to a slow disk
-    at once take twice as long.
+    The holder touches that file. Who sees that before ``until`` waits beyond it, and says so: two who write to a
+    slow disk at once take twice as long.
     """
     descriptor, released, say_at = _open_lock(folder), threading.Event(), time.monotonic() + SILENT
     try:

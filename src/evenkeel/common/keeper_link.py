@@ -87,7 +87,7 @@ def restarts() -> int:
     return _keeper.restarts if _keeper else 0
 
 
-def launcher() -> int:
+def starter() -> int:
     """The pid of what started this rank, usually torchrun's agent; a keeper between them does not count."""
     return _keeper.launcher if _keeper else os.getppid()
 

@@ -167,7 +167,7 @@ def under_torchrun() -> bool:
 
 def handled_stop_signals() -> list[signal.Signals]:
     """The stop signals that a rank heeds: all, but under `nohup` not SIGHUP, after which torchrun ends it anyway."""
-    nohup = survives_the_terminal(keeper_link.launcher() if under_torchrun() else os.getpid())
+    nohup = survives_the_terminal(keeper_link.starter() if under_torchrun() else os.getpid())
     return [number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)]
 
 
@@ -187,7 +187,7 @@ def _in_mask(pid: int, mask: str, number: signal.Signals) -> bool:
 
 def torchrun_agent() -> int | None:
     """The pid of the torchrun that started this process; None if something else did, such as a shell in between."""
-    parent = keeper_link.launcher()
+    parent = keeper_link.starter()
     named = process_name(parent) == "pt_elastic"  # `torch.distributed.run` names its thread so
     return parent if under_torchrun() and named else None
 

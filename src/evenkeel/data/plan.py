@@ -59,8 +59,8 @@ class Plan:
     global_batch: int
     """Samples of one optimizer step, G, summed over all ranks; with `batches` the maximum."""
     micro_batch: int
-    """The number of samples of the largest micro-batch of a full step. Of an epoch's short last step, cut by count, one
-    may be larger by one, because BatchNorm needs two: 5 samples make 3 and 2, not 2, 2 and 1."""
+    """Samples of the largest micro-batch of a full step. In an epoch's short last step, cut by count, one may have one
+    more, so that none has a single sample, with which BatchNorm fails: 5 make 3 and 2, not 2, 2 and 1."""
     epochs: int
     """Passes over the data."""
     max_steps: int = 0
@@ -214,4 +214,4 @@ def assigned(count: int, rank: int, world_size: int, per_rank: tuple[int, ...], 
         return shares_by_rank(count, world_size, per_rank)[rank]
     mine = range(rank, count, world_size) if how == "round_robin" else contiguous_part(count, rank, world_size)
     most = -(-count // world_size)
-    return mine if len(mine) == most else [*mine, 0]  # a rank with one less repeats the first, see `Reduction.repeats`
+    return mine if len(mine) == most else [*mine, 0]  # a rank with one less repeats the first, which counts once

@@ -115,7 +115,8 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        # is this rank idle? Its first step tells: who idles there idles in all later ones. A stream has too many to see
+        # is this rank idle? Its first step tells: who idles there idles in all later ones, as --shares gives each
+        # rank at least one. A stream has too many to see
         if not steps or not self.micro_batches(steps.start):
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))

@@ -14,11 +14,11 @@ import re
 from pathlib import Path
 from typing import Literal
 
-Claim = Literal["first", "alike", "other"]
+Place = Literal["first", "alike", "other"]
 """A rank's failure is the first of this node in this attempt; or the first one has the same line, or another one."""
 
 
-def claim_first_failure(line: str) -> Claim:
+def record_first_failure(line: str) -> Place:
     """Record this failure, unless another rank of this node has recorded one in this attempt: most errors are alike on
     all ranks."""
     with contextlib.suppress(KeyError, OSError):  # no torchrun, or one that keeps no files

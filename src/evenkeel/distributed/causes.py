@@ -15,7 +15,7 @@ from ..common.display import say
 from ..common.errors import Ended, EndedHere, Refusal, Uncollated, place_in
 from ..common.naming import owner
 from ..common.user_code import hint
-from .attempt_files import claim_first_failure, said_first
+from .attempt_files import record_first_failure, said_first
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
 """In errors about the loss of a rank, which have no type of their own: gloo's are plain RuntimeErrors."""
@@ -124,10 +124,10 @@ def is_loss_of_a_rank(error: BaseException | None) -> bool:
     return False
 
 
-def claim_lost_keeper(rank: str) -> str:
+def record_lost_keeper(rank: str) -> str:
     """Record on this node that a rank's keeper was killed, for the next attempt; returns the line."""
     line = f"{LOST_KEEPER}{rank} was killed"
-    claim_first_failure(line)
+    record_first_failure(line)
     return line
 
 

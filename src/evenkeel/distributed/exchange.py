@@ -61,11 +61,11 @@ class Exchange:
             nodes = [list(subtrees(leaves)) for leaves in shares]
             self._shares, self._subtree_counts = shares, [len(of_rank) for of_rank in nodes]
             self._nodes = [node for of_rank in nodes for node in of_rank]
-        received = self._memory.get("received", len(self._nodes) * my_size, self._like)
+        self._received = self._memory.get("received", len(self._nodes) * my_size, self._like)
         sent = sums[0] if len(sums) == 1 else self._interleaved(sums)
         received_sizes = [number * my_size for number in self._subtree_counts]
         sent_sizes = [len(sums) * size for size in self.chunk_sizes]
-        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, async_op=True)
+        return dist.all_to_all_single(self._received, sent, received_sizes, sent_sizes, async_op=True)
 
     def send_sums(self, out: Tensor) -> Any:
         """Fold the chunks that this rank got, and begin to send the total of its chunk to all. The total of all chunks
@@ -74,8 +74,7 @@ class Exchange:
         sent = self._memory.get("sent", ranks * my_size, self._like)
         if my_size:
             fold = Fold[Tensor](lambda left, right: right.add_(left))
-            received = self._memory.get("received", len(self._nodes) * my_size, self._like)  # of `send_chunks`
-            for node, row in zip(self._nodes, received.view(-1, my_size), strict=True):
+            for node, row in zip(self._nodes, self._received.view(-1, my_size), strict=True):
                 fold.push(node, row)
             sent.view(ranks, my_size).copy_(fold.root())
         return dist.all_to_all_single(out, sent, self.chunk_sizes, [my_size] * ranks, async_op=True)

@@ -6,7 +6,7 @@ What ends the main program of a rank, and what follows:
     Refusal: bad input                2          local rank 0, or its keeper  "refusal"        torchrun ends
     Ended: on all ranks, or on rank 0 1          rank 0                                        torchrun decides
     EndedForGood: on all ranks        1          rank 0                       "give_up"        torchrun ends
-    EndedHere: on some ranks          1          the node's first to fail                      torchrun decides
+    EndedHere: on some ranks          1          see `prints`                                  torchrun decides
       a mistake, by `_comes_again`    1          the same                     "give_up"        torchrun ends
     the loss of another rank          1          its keeper, if unconfirmed   "lost"           the keeper decides
     any other exception               1          as EndedHere, a traceback too                 torchrun decides
@@ -38,7 +38,7 @@ from ..common.processes import (
     torchrun_agent,
     under_torchrun,
 )
-from .attempt_files import Claim, claim_first_failure, failed_alike, failed_before, shorten_report
+from .attempt_files import Place, failed_alike, failed_before, record_first_failure, shorten_report
 from .causes import is_certain, is_loss_of_a_rank, is_mistake, print_traceback, reason_of
 
 AGAIN = "; the same error as before: not tried again"
@@ -73,7 +73,7 @@ def _report(error: Exception) -> int:
     if keeper_link.has_keeper() and is_loss_of_a_rank(error) and not ended:
         keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
     else:
-        speaks = prints(error, rank == "0", claim_first_failure(line))
+        speaks = prints(error, rank == "0", record_first_failure(line))
         before = failed_before(line)
         again = _comes_again(error, line, before)
         if speaks and not (before or ended):
@@ -92,7 +92,7 @@ def _report(error: Exception) -> int:
     return FAILED
 
 
-def prints(error: Exception, rank_0: bool, claim: Claim) -> bool:
+def prints(error: Exception, rank_0: bool, place: Place) -> bool:
     """Whether a rank prints the error that ends it, unless its keeper may do so.
 
     error                  rank 0                                           another rank
@@ -104,7 +104,7 @@ def prints(error: Exception, rank_0: bool, claim: Claim) -> bool:
     if isinstance(error, Ended) and not isinstance(error, EndedHere):
         return rank_0
     adds = rank_0 and isinstance(error, EndedHere) and not isinstance(error, Uncollated)
-    return claim == "first" or (adds and claim == "other")
+    return place == "first" or (adds and place == "other")
 
 
 def _comes_again(error: BaseException, line: str, before: bool) -> bool:

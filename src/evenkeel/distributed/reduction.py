@@ -28,12 +28,12 @@ class Reduction:
     last one DDP calls `hook` for each bucket; then `end`, and `sum_small`.
     """
 
-    wrapped = False
-    """Whether the model is wrapped already, by FSDP2."""
+    by_fsdp = False
+    """Whether FSDP2 reduces the gradients."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.hooked = world.launched
+        self.ddp_reduces = world.launched
         """Whether DDP reduces the gradients, by :meth:`hook`; otherwise :meth:`end` does."""
         self.all_buckets_ready = False
         """Whether DDP has passed all buckets of the step to the hook."""
@@ -134,7 +134,7 @@ class TreeReduction(Reduction):
 
     def __init__(self, model: nn.Module, world: World, unused_parameters: bool, collectives: bool = False) -> None:
         super().__init__(world)
-        self.hooked &= not (unused_parameters or collectives)
+        self.ddp_reduces &= not (unused_parameters or collectives)
         self.unused_parameters = unused_parameters
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._index: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
@@ -159,7 +159,7 @@ class TreeReduction(Reduction):
 
     def end(self) -> None:
         """Fold in the last micro-batch and add up over the ranks, if DDP does not."""
-        if self.hooked:
+        if self.ddp_reduces:
             self._pipeline.check()
             return
         fold = self._with_last(self._taken() if self._shares[self.world.rank] else [], self._so_far.sums)

@@ -41,11 +41,11 @@ class ShardedReduction(Reduction):
         world: who takes part; each rank owns some rows of each parameter.
     """
 
-    wrapped = True
+    by_fsdp = True
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.hooked = False  # FSDP2 reduces in each backward pass
+        self.ddp_reduces = False  # FSDP2 reduces in each backward pass
         self.parameters: list[nn.Parameter] = []
         """Those of the model, as FSDP2 has made them."""
         self.micro_batches = 0

@@ -93,7 +93,7 @@ class Diagnosis:
             process = stat(beat.pid) if beat.host == socket.gethostname() else None
             above = stat(process.parent) if process else None
             parents = (process and process.parent, above and above.parent)  # torchrun, or the keeper below it
-            if (sure or _is_stopped(beat)) and keeper_link.launcher() in parents:  # still that process, of our torchrun
+            if (sure or _is_stopped(beat)) and keeper_link.starter() in parents:  # still that process, of our torchrun
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
 

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from ..common import display, keeper_link
 from ..common.processes import STOP_SIGNALS, clean_up_before_exit, die_with_parent, handled_stop_signals, under_torchrun
-from ..distributed.causes import claim_lost_keeper
+from ..distributed.causes import record_lost_keeper
 
 STOPPED = 75
 """Exit code of a run that stopped and can be continued (EX_TEMPFAIL in sysexits.h)."""
@@ -156,11 +156,11 @@ class Interruption:
                 reason = REGROUPING
             elif number in STOP_SIGNALS:
                 if means_exit_now(number, first, time.monotonic()):
-                    _exit_now(KEYBOARD, "second stop signal: exiting without saving", output_timeout=1.0)
+                    _exit_now(KEYBOARD, "second stop signal: exiting without saving", timeout=1.0)
                 first, reason = first or time.monotonic(), signal.Signals(number).name
                 if keeper_link.has_keeper() and os.getppid() != self._parent:
                     reason = ORPHANED
-                    self._lost_keeper = claim_lost_keeper(os.environ.get("RANK", "0"))  # the next attempt reads it
+                    self._lost_keeper = record_lost_keeper(os.environ.get("RANK", "0"))  # the next attempt reads it
             else:
                 continue  # such as SIGCHLD, for which torch has a handler
             self.begin_shutdown(reason, partial(self._on_stop, lambda: self.reason), STOPPED)
@@ -179,13 +179,14 @@ class Interruption:
     def _exit_after_grace(self, code: int) -> None:
         time.sleep(self.grace)
         what = f"not finished within --grace {self.grace:g} s after {self.reason}"
-        _exit_now(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", output_timeout=1.0)
+        _exit_now(code, f"{what}; `python -m evenkeel checkpoint list` shows what is saved", timeout=1.0)
 
 
-def _exit_now(code: int, last_line: str = "", output_timeout: float | None = None) -> NoReturn:
+def _exit_now(code: int, last_line: str = "", timeout: float | None = None) -> NoReturn:
     """Print a last line and end the process and its loaders, without waiting for the main thread, which may be stuck.
 
-    `output_timeout`: seconds for the output, which a stopped reader or a slow disk may block for ever; None: no limit.
+    `timeout`: seconds for all that comes before the end, such as the output, which a stopped reader or a slow disk may
+    block for ever; None: no limit.
     """
 
     def tidy_up() -> None:
@@ -199,6 +200,6 @@ def _exit_now(code: int, last_line: str = "", output_timeout: float | None = Non
     try:
         tidying = threading.Thread(target=tidy_up, name="last", daemon=True)
         tidying.start()
-        tidying.join(output_timeout)
+        tidying.join(timeout)
     finally:
         os._exit(code)

@@ -286,24 +286,24 @@ class Keeper:
             return not self._peers.await_all(self._stopped_within)
         if code < 0 and not self._regroup_time:  # after REGROUP this keeper may have killed it
             hung = self._peers.hang_of() if -code == signal.SIGKILL else ""
-            how = death = hung or f"rank {self._rank} was killed by {signal_name(-code)}"
+            told = shown = hung or f"rank {self._rank} was killed by {signal_name(-code)}"
         elif "hang" in self._messages:
-            death = f"rank {self._rank} ended because of a hang"
-            how = self._messages["hang"] or death
+            shown = f"rank {self._rank} ended because of a hang"
+            told = self._messages["hang"] or shown
         elif self._regroup_time or ("lost" in self._messages and self._is_confirmed()):
-            how = death = ""
+            told = shown = ""
         else:
             return False
         if self._without_progress >= self._max_restarts:
             again = " again, without progress" if self._max_restarts else ""
-            _say(f"{death or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
+            _say(f"{shown or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
             return False
-        if death and not self._peers.report_death(how):
-            _say(f"{death}, and the other keepers cannot be told of it; torchrun decides")
+        if shown and not self._peers.report_death(told):
+            _say(f"{shown}, and the other keepers cannot be told of it; torchrun decides")
             return False  # they would wait for this rank
         self._without_progress += 1
-        if death:
-            _say(f"{death}; all ranks restart in place, without torchrun")
+        if shown:
+            _say(f"{shown}; all ranks restart in place, without torchrun")
         return True
 
     def _is_confirmed(self) -> bool:

@@ -55,7 +55,7 @@ class MemoryCheckpoint(NamedTuple):
 
 
 class SlotCheckpoint(NamedTuple):
-    """The same of a sharded run: what is in a rank's slots, which stay open."""
+    """A sharded rank's slots that hold a step; they stay open."""
 
     step: int  # of the newer slot
     slots: list[int]

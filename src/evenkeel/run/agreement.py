@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from ..common.arguments import flag
 from ..common.errors import Refusal
 from ..common.phases import START_UP, activity
@@ -48,8 +46,8 @@ def refuse_other_options(world: World, config: Config, options: dict[str, Any], 
 def agree_on_cut(
     world: World, cutter: Cutter, plan: Plan, recorded: Mapping[str, Any], find: Callable[[], tuple[int, str]]
 ) -> Agreed:
-    """Decide how steps are cut, and torch's number of threads, which it sets: as recorded for this run; for a new one,
-    by options. The same on all ranks, whichever node has the run's folder.
+    """Decide how steps are cut: as recorded for this run; for a new one, by options. The same on all ranks, whichever
+    node has the run's folder.
 
     Args:
         plan: how steps are cut, as far as the options say.
@@ -63,8 +61,6 @@ def agree_on_cut(
             activity.enter(START_UP, "--micro-batch auto")
             found, line = find()
         config = replace(config, micro_batch=int(found))
-    if (threads := recorded.get("threads", 0)) and not config.threads:
-        torch.set_num_threads(threads)
     plan = Plan.of(config, plan.length, plan.batches)
     if config.sync_batchnorm:
         refuse_too_few_ranks(plan, world.world_size)

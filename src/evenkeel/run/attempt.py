@@ -178,6 +178,8 @@ class Attempt:
         self.data.compare(nodes.newest)
         agreed = agree_on_cut(self.world, self._cutter, self.plan, nodes.newest_with_cut, find_micro_batch)
         config, plan = self.config, self.plan = agreed.config, agreed.plan
+        if (threads := nodes.newest_with_cut.get("threads", 0)) and not config.threads:
+            torch.set_num_threads(threads)
         self.options |= {"micro_batch": config.micro_batch, "micro_batches": config.micro_batches}
         self.provenance.fingerprint |= {MICRO_BATCH: plan.cut, "threads": str(torch.get_num_threads())}
         if config.strict_bits and not self._finished(nodes.newest):

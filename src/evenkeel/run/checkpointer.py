@@ -97,7 +97,8 @@ class Checkpointer:
             self._failures.log(log, text + full * is_full(error))
 
     def on_saved(self, step: int) -> None:
-        """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts."""
+        """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts, and store
+        compiled code."""
         if not self._attempt.lead:
             self.saver.checkpoints.clear_snapshots(before=step)
             if self._attempt.compiled:

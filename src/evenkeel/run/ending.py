@@ -134,7 +134,7 @@ class Ending:
         if regroups:
             self._attempt.say(f"evenkeel: rank 0 lost another rank; {rescued.text}; it starts again")
             return
-        plain = is_plain_torchrun(keeper_link.launcher())
+        plain = is_plain_torchrun(keeper_link.starter())
         more = " (torchrun may print a traceback; that is not an error)" if plain else ""
         restart = "a restart or " if reason == "SIGTERM" else ""  # torchrun sends it also when another rank has failed
         then = f"{restart}the same command continues there{more}"
@@ -162,12 +162,12 @@ class Ending:
         )
         if samples := name_samples(error, self._attempt, self._state):
             log.info("%s", samples)
-        if not out_of_memory:
-            self._record_failure(error, saved, lost)
-            return
-        line = explained(error, self._world.device, self._attempt.config)  # after the save: nvidia-smi may take long
-        self._record_failure(OutOfMemory(line), saved)
-        raise OutOfMemory(f"{line}; {saved}") from error
+        shown = error
+        if out_of_memory:  # after the save: nvidia-smi may take long
+            shown = OutOfMemory(explained(error, self._world.device, self._attempt.config))
+        self._record_failure(shown, saved, lost)
+        if out_of_memory:
+            raise OutOfMemory(f"{shown}; {saved}") from error
 
     def hung(self) -> None:
         """Save the last finished step, report which rank is stuck, and kill frozen ranks for torchrun, in this order:

@@ -29,7 +29,7 @@ def launch_token() -> str:
 def restarter() -> int:
     """The pid of what restarts this process: torchrun's agent, else a keeper; of this process without either."""
     if under_torchrun():
-        return keeper_link.launcher()
+        return keeper_link.starter()
     return os.getppid() if keeper_link.has_keeper() else os.getpid()
 
 

@@ -80,7 +80,7 @@ class VerifiedLoss(DistributedLoss):
     def _summands(self) -> Tensor:
         summands = super()._summands()
         if self._open:
-            if not (self._pass.last and self.reduction.hooked):  # otherwise the hook has done so
+            if not (self._pass.last and self.reduction.ddp_reduces):  # otherwise the hook has done so
                 self._digest(self._learning, [parameter.grad for parameter in self._learning])
             self._open = False
             if self._due:

@@ -108,7 +108,7 @@ def _set_by_torchrun() -> bool:
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
         return False
     try:
-        return b"OMP_NUM_THREADS=" not in Path(f"/proc/{keeper_link.launcher()}/environ").read_bytes()
+        return b"OMP_NUM_THREADS=" not in Path(f"/proc/{keeper_link.starter()}/environ").read_bytes()
     except OSError:
         return True
 

@@ -147,7 +147,7 @@ class DistributedLoss:
 
     def __call__(self, batch: Any) -> Tensor:
         """The mean loss of a micro-batch, a scalar."""
-        with self._explained(), no_broadcast() if self._sums.part_names is None else nullcontext():
+        with self._explained(), no_broadcast() if self._first_step else nullcontext():
             return self._pass.loss_of(self.module(batch))
 
     def backward(self, loss: Tensor) -> None:
@@ -284,7 +284,7 @@ class DistributedLoss:
             self._sums.add(micro_batch.id, summands)
         if not self._pass.last:
             self.reduction.accumulate(micro_batch.id)
-        if not (self._pass.last and self.reduction.hooked):  # else the hook marks it
+        if not (self._pass.last and self.reduction.ddp_reduces):  # else the hook marks it
             self._arrivals.lap(BACKWARD)
         activity.enter(DATA)
 
@@ -294,7 +294,7 @@ class DistributedLoss:
 
     def _finish_reduction(self, step: Step) -> None:
         activity.enter(REDUCTION)
-        if not step.micro_batches and self.reduction.hooked:
+        if not step.micro_batches and self.reduction.ddp_reduces:
             self.module(None).backward()  # an idle rank's exact zero, see `ModelWithLoss`
         self.reduction.end()
 
@@ -304,9 +304,13 @@ class DistributedLoss:
         if not (self._unused_parameters or self._has_all()):
             with seen_at(self._loss.function):
                 raise missing_gradients(self._network)
-        if self._sums.part_names is None:  # once
+        if self._first_step:
             check_dense(self._learning)
             self._agree_on_parts()
+
+    @property
+    def _first_step(self) -> bool:
+        return self._sums.part_names is None  # at its end all ranks agree on them
 
     def _agree_on_parts(self) -> None:
         """Exchange the names of the loss's parts: a rank without a micro-batch knows none."""
@@ -341,9 +345,9 @@ class DistributedLoss:
 
 def _wrap(module: nn.Module, network: nn.Module, world: World, reduction: Reduction, unused: bool) -> nn.Module:
     """The model with its loss, wrapped in DDP if DDP reduces the gradients."""
-    if not world.launched or reduction.wrapped:
+    if not world.launched or reduction.by_fsdp:
         return module
-    if not reduction.hooked:
+    if not reduction.ddp_reduces:
         network.load_state_dict(world.broadcast_tensors(network.state_dict()))  # as DDP does
         return module
     # no `device_ids`: with them it would rebuild batches, and turn custom mappings or lists into plain ones

@@ -72,7 +72,7 @@ class Evaluation:
         self.divided = are_divided(model.parameters())  # then a forward pass is a collective
         self.sampler.assignment = "padded" if self.divided else "share"
         self._transfer = Transfer(world.device)
-        self._is_first = False
+        self._show_next = False
         self.shows = False
         """Whether to call the task's `show` for the first batch."""
         self.shown: Mapping[str, Any] = {}
@@ -152,17 +152,17 @@ class Evaluation:
                 # counts are exact in float64, and a row for each micro-batch fixes the order of addition
                 sums.setdefault(name, []).append(values.double().sum(0))
 
-        self._is_first = self.shows and (self.divided or self.world.rank == 0)
+        self._show_next = self.shows and (self.divided or self.world.rank == 0)
         self.for_each_batch(self._measured, add)
         return sums
 
     def _measured(self, batch: Any) -> Any:
         """The task's metrics of a batch. For the very first batch also calls `show`."""
         found = self._compute(self.model, batch)
-        if self._is_first:
+        if self._show_next:
             with tensors_restored(self.model), evaluating(self.model):  # perhaps on rank 0 only: it must change nothing
                 self.shown = self.task.show(self.model, batch)
-        self._is_first = False
+        self._show_next = False
         return found
 
     @torch.no_grad()

@@ -142,8 +142,8 @@ class State:
     def commit(self, norm: Tensor, buffers: Sequence[Tensor] = (), loss: Tensor | None = None) -> None:
         """Take an optimizer step, if the gradients are finite. Afterwards every rank has the same state again.
 
-        A GPU decides by itself, and the host learns of it while the next step is computed: it waits for the previous
-        step, never for the current one, so that the GPU does not run out of work.
+        A GPU decides by itself, and the host learns of it while the next step is computed. So it waits for the previous
+        step only, and the GPU does not run out of work; for this one if the host must decide (`decide`).
 
         Args:
             norm: the gradient's norm, a scalar that is the same on every rank; if not finite, nothing is changed.

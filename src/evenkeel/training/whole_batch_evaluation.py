@@ -61,7 +61,7 @@ class WholeBatchEvaluation(Evaluation):
             for name, value in checked.items():
                 rows.setdefault(name, []).append(value.cpu())
 
-        self._is_first = self.shows and self.world.rank == 0
+        self._show_next = self.shows and self.world.rank == 0
         self.for_each_batch(self._measured, add)
         return {name: torch.cat(values) for name, values in rows.items()}
 
