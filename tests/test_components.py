@@ -22,7 +22,7 @@ BUDGET = {
     "data": 3204,
     "distributed": 2643,
     "resilience": 1999,
-    "training": 6976,
+    "training": 6977,
     "run": 7769,
     "tasks": 2336,
     "mirror": 726,

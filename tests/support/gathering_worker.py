@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from anonymous import growth
-from sharded_task import Sharded
 from steps import rank_0_writes
 from torch import nn
 
@@ -19,6 +18,7 @@ from evenkeel.distributed.world import World
 from evenkeel.run.state_files import dump
 from evenkeel.training.sharding import Sharding
 from evenkeel.training.state_dicts import sha256
+from tests.support.sharded_task import Sharded
 
 BLOCKS, WIDTH = 8, 3000
 

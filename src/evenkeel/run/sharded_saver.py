@@ -72,7 +72,9 @@ class ShardedSaver(Saver):
 
     def _store(self, state: State, until: float = FOREVER, final: bool = False) -> None:
         label = label_of(self.checkpoints, state.step, {}, "snapshot") | {"token": self.token}
-        self.slots.write(lambda slot: state.capture(until, slot, final), label, until)
+        # the latest: if a GPU hangs in that step, a copy would be the step before once more, in the place of the one
+        # that may be the newest of another rank
+        self.slots.write(lambda slot: state.capture(until, slot, final, latest=True), label, until)
 
     def write_slots(self) -> None:
         """Write what is in this rank's slots, so that other ranks' files of these steps become whole checkpoints."""
@@ -110,9 +112,7 @@ class ShardedSaver(Saver):
             return NOTHING_NEW
         reserved = self._staging.reserve(begun + grace / 4)  # a checkpoint that is being written comes first
         try:
-            # stopped between the commit and the copy; if a GPU hangs in that step, a copy would be the step before once
-            # more, in the place of the one that other ranks may have as their newest
-            if state.step > max(self.slots.steps(), default=0) and state.is_reached(half_time):
+            if state.step > max(self.slots.steps(), default=0):  # stopped between the commit and the copy
                 with suppress(Torn):
                     self._store(state, half_time, final=True)
             steps = self.slots.freeze(half_time)

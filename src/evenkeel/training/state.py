@@ -218,21 +218,24 @@ class State:
         self.skipped += 1
         self.last_skipped = self.step
 
-    def capture(self, until: float = FOREVER, staging: Staging | None = None, final: bool = False) -> dict[str, Any]:
+    def capture(
+        self, until: float = FOREVER, staging: Staging | None = None, final: bool = False, latest: bool = False
+    ) -> dict[str, Any]:
         """A copy of the committed state on the host, as nested dicts of tensors and plain data. Any thread may call it.
 
         Args:
             until: the moment until which to wait for a commit in progress, on the host and on its devices.
             staging: memory for the tensors, reserved by the caller; None: new memory.
             final: the process is ending. No further step is committed: it would not be saved, and so be lost.
+            latest: leave the memory as it is if the devices hang before the end of the step that the host has queued.
 
         Raises:
-            Torn: the state is that of half a step, because a commit hangs or has failed.
+            Torn: the state is that of half a step, because a commit hangs or has failed; or as `latest` says.
         """
-        return self.begin_capture(until, staging, final)()
+        return self.begin_capture(until, staging, final, latest)()
 
     def begin_capture(
-        self, until: float = FOREVER, staging: Staging | None = None, final: bool = False
+        self, until: float = FOREVER, staging: Staging | None = None, final: bool = False, latest: bool = False
     ) -> Callable[[], dict[str, Any]]:
         """Do the first two steps of a copy (`seqlock`), and return the function that does the others, once, in any
         thread; until then no commit begins. The arguments are those of :meth:`capture`; both raise Torn.
@@ -241,6 +244,8 @@ class State:
             stack.enter_context(self._seqlock.hold(until, final))
             if self.schedulers and self.schedulers.broken:
                 raise Torn("a scheduler has failed in the middle of its step")
+            if latest and not self._seqlock.wait(until):
+                raise Torn(f"the devices have not finished step {self.step}")
             queued, committed = self._seqlock.queued, self._committed()
             # the order of `committed` is the protocol: `done`, a number for each device, first, and `begun` last
             captured, copy = (staging or Staging(*self._devices)).prepare(committed, ends=len(self._devices))
@@ -270,10 +275,6 @@ class State:
             return
         if "task" in committed or any(it.device.type == "cpu" for it in named_tensors(committed).values()):
             raise Torn(f"the device is at step {on_device}, but the task or an optimizer without fused=True is ahead")
-
-    def is_reached(self, until: float) -> bool:
-        """Whether the devices have finished the last commit; waits for them as `Seqlock.wait`."""
-        return self._seqlock.wait(until)
 
     def pin(self, staging: Staging) -> None:
         """Prepare memory for fast copies from a GPU. Call it after the first commit: then the optimizers have state."""
