@@ -16,9 +16,9 @@ from torch import nn
 
 from evenkeel.distributed.world import World
 from evenkeel.run.state_files import dump
+from evenkeel.tasks.classify import Classify
 from evenkeel.training.sharding import Sharding
 from evenkeel.training.state_dicts import sha256
-from tests.support.sharded_task import Sharded
 
 BLOCKS, WIDTH = 8, 3000
 
@@ -30,7 +30,7 @@ def taken(world: World) -> dict:
     model, folder = nn.Sequential(*layers), Path(sys.argv[1]).parent
     expected = sha256(model.state_dict())
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    sharding = Sharding(model, None, [], Sharded(), world, "fp32")
+    sharding = Sharding(model, None, [], Classify(), world, "fp32")
     state: dict = model.state_dict()
     with growth() as most:
         if sys.argv[2] == "ours":

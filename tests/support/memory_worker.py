@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sharded_task import Sharded
 from steps import passes, rank_0_writes
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -33,7 +34,6 @@ from evenkeel.training.sharding import Sharding
 from evenkeel.training.state import State
 from evenkeel.training.task import Task
 from evenkeel.training.task_data import training_set
-from tests.support.sharded_task import Sharded
 
 BATCH = 14
 LARGE = 3000
