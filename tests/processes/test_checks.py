@@ -167,7 +167,7 @@ def test_a_model_that_differs_between_ranks_is_named(tmp_path: Path, made: str, 
     )
 
 
-NO_BEST = "no best checkpoint is stored: the evaluation has no metric 'error', only loss; set the"
+NO_BEST = "no best checkpoint is stored: the evaluation has no metric 'error', only loss; in the task write best = ("
 OUTSIDE = "something other than rates() sets a learning rate, perhaps a scheduler: it has no effect"
 
 

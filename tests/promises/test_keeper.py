@@ -277,7 +277,8 @@ def test_a_restart_in_place_goes_on_with_the_code_that_the_run_began_with(tmp_pa
     if edit == "FACTOR = 2":
         process.send_signal(signal.SIGINT)
     said = processes.finish(process).stderr
-    assert "changed" not in said
+    assert "WARNING: own.py has changed on the disk; the run goes on with the code that it began with" in said
+    assert "has the new code" not in said
     assert not records(run_dir, "bits")
     assert starts(run_dir)[1] >= 3
     assert {record["test/factor"] for record in records(run_dir, "eval")} == {1}

@@ -27,6 +27,7 @@ import torch
 from ..common import keeper_link
 from ..common.display import near
 from ..common.errors import Ended, EndedForGood
+from ..common.files import is_full
 from ..config import Config, saved_options
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
@@ -270,7 +271,8 @@ class Attempt:
         except Ended as ended:
             return ended
         except OSError as error:
-            return Ended(
+            kind = EndedForGood if is_full(error) else Ended
+            return kind(
                 f"--run-dir {near(self.path)}: cannot be written on {socket.gethostname()}: {error.strerror or error}; "
                 "free space or fix that, and run the same command again"
             )

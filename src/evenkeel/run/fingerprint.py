@@ -111,6 +111,13 @@ def remember_code(task: type[Task]) -> None:
 _of_forks: dict[str, str] = {}
 
 
+def edited(task: type[Task]) -> list[str]:
+    """The user's files that a keeper has noted and that are others, or gone, on the disk by now."""
+    now = {name: short_digest(path.read_bytes()) for name, path in _code(task) if path.is_file()}
+    changed = [name.removeprefix("code:") for name, digest in _of_forks.items() if now.get(name) != digest]
+    return [name for name in changed if not name.startswith("evenkeel/")]
+
+
 def differences(old: Fingerprint, new: Fingerprint) -> Differences:
     """The parts that differ, in the new one's order; a checkpoint too old to have a fingerprint is one difference."""
     if not old:

@@ -12,6 +12,7 @@ only take part in the collectives. A `Run` connects its parts, and computes noth
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -54,12 +55,15 @@ from .checkpointer import Checkpointer
 from .earlier_run import recorded_options
 from .ending import Ending
 from .evaluator import Evaluator
+from .fingerprint import edited
 from .resume import resume
 from .resume_report import report
 from .start_checks import disk_needed, end_if_models_differ
 from .step_log import StepLog
 from .verification import Verification
 from .verified_loss import VerifiedLoss
+
+log = logging.getLogger(__name__)
 
 POWERS_OF_FOUR = frozenset(4**power for power in range(32))
 """Steps of an attempt after which data, the task's state and memory are checked: more and more rarely."""
@@ -176,6 +180,8 @@ class Run:
             if self.config.keep_every:
                 self.attempt.say(f"evenkeel: {disk_needed(self.config, self.plan.total_steps, self.state)}")
             report(resumed, self.config, self.state, self.attempt.lead.directory, self.attempt.lead.tracker)
+            if keeper_link.restarts() and (names := ", ".join(edited(type(self.task)))):
+                log.warning("%s has changed on the disk; the run goes on with the code that it began with", names)
 
     def _watched(self, store: Store | None, interruption: Interruption) -> Watch:
         """A context in which every rank reports through the attempt's store what it does, so that one that hangs is

@@ -100,8 +100,10 @@ class Stopping:
         if self.patience:
             raise Ended(f"--patience {self.patience}: {text}; set the task's `best`, or leave --patience out")
         name = next(iter(metrics), "loss")
-        modes = "'min'" if "loss" in name else "'max' or 'min'"
-        log.warning("no best checkpoint is stored: %s; set the task's `best` to (%r, %s), or None", text, name, modes)
+        modes = '"min"' if "loss" in name else '"max" or "min"'
+        log.warning(
+            'no best checkpoint is stored: %s; in the task, write best = ("%s", %s), or None', text, name, modes
+        )
 
     def over(self, step: int) -> bool:
         """Whether this step is the last."""
