@@ -21,7 +21,7 @@ BUDGET = {
     "config": 601,
     "data": 3204,
     "distributed": 2643,
-    "resilience": 1999,
+    "resilience": 2020,
     "training": 6979,
     "run": 7784,
     "tasks": 2336,

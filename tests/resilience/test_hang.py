@@ -36,13 +36,13 @@ def beat(step: int, phase: str) -> Beat:
 
 def test_the_culprit_comes_first() -> None:
     waiting = beat(811, "gradient reduction")
-    ranks = {0: waiting, 1: waiting, 2: waiting, 3: beat(811, "data loading")}
-    line = "rank 3 is in data loading of step 812; ranks 0-2 wait in gradient reduction of step 812"
+    ranks = {0: waiting, 1: waiting, 2: waiting, 3: replace(beat(811, "data loading"), place=" at task.py:9")}
+    line = "rank 3 is in data loading of step 812 at task.py:9; ranks 0-2 wait in gradient reduction of step 812"
     assert describe(ranks, []) == line
-    assert hung(ranks, []) == "rank 3 hung in data loading of step 812"
+    assert hung(ranks, []) == "rank 3 hung in data loading of step 812 at task.py:9"
     assert (hung(ranks, [3]), hung(ranks, [0, 3])) == ("rank 3 hung and was killed", "ranks 0, 3 hung and were killed")
     assert describe(ranks, [3]) == (
-        "rank 3 does not answer any more, last seen in data loading of step 812; "
+        "rank 3 does not answer any more, last seen in data loading of step 812 at task.py:9; "
         "ranks 0-2 wait in gradient reduction of step 812"
     )
     frozen = dict.fromkeys([0, 1, 2, 5, 7], waiting)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
+import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..common.errors import place_in
 from ..common.naming import name_ranks
 from ..common.phases import REDUCTION, activity
 from ..distributed.devices import device_name, node_name
@@ -28,12 +32,22 @@ class Beat:
     """The name by which Slurm knows its node; outside Slurm the host's."""
     device: str = ""
     """Both names of its GPU; "" for a CPU."""
+    place: str = ""
+    """Where its main thread is in the user's code, as " at FILE:LINE"; "": in none, or in the main program."""
 
 
 def beat_now(world: World, count: int = 0) -> Beat:
     """What this rank reports at this moment."""
     device = device_name(world.device) if world.device.type == "cuda" else ""
-    return Beat(count, activity.step, activity.phase, socket.gethostname(), os.getpid(), node_name(), device)
+    host, place = socket.gethostname(), _place()
+    return Beat(count, activity.step, activity.phase, host, os.getpid(), node_name(), device, place)
+
+
+def _place() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost_first = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    place = place_in(innermost_first[::-1])
+    return "" if place.startswith(f" at {getattr(sys.modules['__main__'], '__file__', '')}:") else place
 
 
 class Findings(NamedTuple):
@@ -69,7 +83,7 @@ def describe(beats: dict[int, Beat], frozen: list[int]) -> str:
         which = name_ranks(ranks)
         if silent and (devices := [f"{beats[r].device} of {beats[r].host}" for r in ranks if beats[r].device]):
             which += f" ({', '.join(devices)})"  # the GPU may be the cause
-        parts.append(f"{which} {does} in {phase} of step {step + 1}")
+        parts.append(f"{which} {does} in {phase} of step {step + 1}{_place_of(beats[ranks[0]])}")
     return "; ".join(parts)
 
 
@@ -79,7 +93,14 @@ def hung(beats: dict[int, Beat], frozen: list[int]) -> str:
         return f"{name_ranks(frozen)} hung and {'were' if len(frozen) > 1 else 'was'} killed"
     groups = _groups(beats, frozen)
     suspects = [group for group in groups if group[0][1] != REDUCTION] or groups
-    return ", ".join(f"{name_ranks(ranks)} hung in {phase} of step {step + 1}" for (_, phase, step), ranks in suspects)
+    return ", ".join(
+        f"{name_ranks(ranks)} hung in {phase} of step {step + 1}{_place_of(beats[ranks[0]])}"
+        for (_, phase, step), ranks in suspects
+    )
+
+
+def _place_of(beat: Beat) -> str:
+    return "" if beat.phase == REDUCTION else beat.place
 
 
 def blamed(beats: Mapping[int, Beat], frozen: Collection[int]) -> list[str]:
