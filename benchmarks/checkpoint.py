@@ -80,6 +80,15 @@ def trained(model: nn.Module) -> State:
     return state
 
 
+def started(config: Config, state: State) -> Run:
+    """A run with this state, before its first step."""
+    attempt = Attempt(config, Classify(), Plan.of(config, 1437), World.from_environment(), {}, lambda _recorded: config)
+    attempt.begin(lambda: (1, ""))
+    run = Run(attempt, Classify(), state)
+    run._resume()
+    return run
+
+
 def size(branch: Any) -> int:
     """Bytes of the tensors in a tree."""
     if isinstance(branch, torch.Tensor):
@@ -128,10 +137,7 @@ def measure(name: str, saves: int, folder: Path) -> None:
     model, batch = (make() for make in MODELS[name])
     state = trained(model)
     config = Config(run_dir=folder / name, epochs=10**6, checkpoint_every=1, keep=1, wandb="disabled").resolved()
-    attempt = Attempt(config, Classify(), Plan.of(config, 1437), World.from_environment())
-    attempt.begin()
-    run = Run(attempt, Classify(), state)
-    run._resume()
+    run = started(config, state)
 
     def passes() -> None:
         model(batch).square().mean().backward()

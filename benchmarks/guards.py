@@ -98,9 +98,9 @@ def whole_run(folder: Path, task: Classify, world: World, batch_size: int, **mor
     ).resolved()  # fmt: skip
     train_set = task.train_dataset()
     plan = Plan.of(config, len(train_set))
-    attempt = Attempt(config, task, plan, world, sets := {TRAINING: train_set})
+    attempt = Attempt(config, task, plan, world, sets := {TRAINING: train_set}, lambda _recorded: config)
     state = build_state(config, task, world, plan, build_model(config, task), sets)
-    attempt.begin()
+    attempt.begin(lambda: (1, ""))
     run = Run(attempt, task, state)
     model = run.distribute()
     for step in run.steps():

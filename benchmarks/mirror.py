@@ -24,18 +24,13 @@ from statistics import median
 
 import torch
 import tyro
-from checkpoint import MODELS, ours, seconds, size, trained
+from checkpoint import MODELS, ours, seconds, size, started, trained
 from turns import in_turn
 
 from evenkeel.config import Config
-from evenkeel.data.plan import Plan
 from evenkeel.distributed.exits import exit_code
-from evenkeel.distributed.world import World
 from evenkeel.mirror import copying
-from evenkeel.run.attempt import Attempt
 from evenkeel.run.earlier_run import MIRRORED
-from evenkeel.run.run import Run
-from evenkeel.tasks.classify import Classify
 
 
 @dataclass(frozen=True)
@@ -61,15 +56,12 @@ def main(options: Options) -> None:
         config = config.resolved()
         os.environ[MIRRORED] = str(config.run_dir)
         settings = {"url": url, "run_dir": str(config.run_dir), "first": True, "job": "benchmark", "harmless": []}
-        settings |= {"keep": 1, "keep_best": 0, "grace": 10.0}
+        settings |= {"keep": 1, "keep_best": 0, "grace": 10.0, "again": False}
         command = [sys.executable, "-m", copying.__name__, json.dumps(settings)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as copier:
             assert copier.stdout
-            copier.stdout.readline()  # it may start
-            attempt = Attempt(config, Classify(), Plan.of(config, 1437), World.from_environment())
-            attempt.begin()
-            run = Run(attempt, Classify(), state)
-            run._resume()
+            assert copier.stdout.readline(), "it could not start"
+            run = started(config, state)
             waits: dict[str, list[float]] = {"with": [], "without": []}
 
             def saves(side: str) -> Iterator[None]:

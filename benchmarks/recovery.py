@@ -187,7 +187,7 @@ def job(options: Options, run_dir: Path, keeper: str) -> tuple[dict[str, float],
             process.terminate()
     survivor = run_dir / "logs" / "attempt-0001" / "rank-0.log"
     # a signal may be faster than the collective's error, and then nothing is said before the saving
-    rescued = ("stored step", "saved")  # in memory, or on the disk
+    rescued = ("stored", "saved")  # in memory, or on the disk
     noticed, saved = logged(survivor, "failed at step", *rescued), logged(survivor, *rescued)
     after = phases(run_dir, 2, saved, *steps)
     return cold, {"survivor notices": noticed - killed, "rescue": saved - noticed} | after

@@ -63,6 +63,8 @@ def test_a_ratio_is_taken_to_the_best_of_its_own_round(smoke: Any) -> None:
         (0, "growth.py steps --steps 2000 --parts 2", "| 2,000 |"),
         (0, "recovery.py --jobs 1", "--keeper off / cold start"),
         (0, "shares.py --rounds 1 --steps 40", "weights the same"),
+        (0, "checkpoint.py --models resnet18 --saves 1", "passes beside / passes alone"),
+        (0, "mirror.py --turns 1", "noise"),
         (2, "shard.py --turns 1", "weights and moments on a rank"),
     ],
 )
