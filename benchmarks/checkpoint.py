@@ -134,7 +134,7 @@ def in_the_loop(state: State, path: Path) -> None:
 
 def measure(name: str, saves: int, folder: Path) -> None:
     """Save a model's state in all ways and print what it took."""
-    model, batch = (make() for make in MODELS[name])
+    model, batch = MODELS[name][0](), MODELS[name][1]()
     state = trained(model)
     config = Config(run_dir=folder / name, epochs=10**6, checkpoint_every=1, keep=1, wandb="disabled").resolved()
     run = started(config, state)

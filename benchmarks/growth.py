@@ -34,7 +34,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: only a process of one threa
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # rank 0 has the store, and the ranks stop in any order
 
 import tyro
-from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
 
@@ -138,16 +138,17 @@ def _be_a_rank(rank: int, folder: Path, begun: float, stop_at: int) -> None:
     told: dict[str, Any] = {"broadcast": 0.0}
     steps = [stop_at - 3]
     counting: list[CountingStore] = []
+    names: Any = world  # some are replaced
 
     def counted(*arguments: Any) -> Store:
         counting.append(CountingStore(connect(*arguments)))
         return counting[0]
 
-    connect, agree, broadcast = world.job_store, world.fresh_store, world.World.broadcast_tensors
+    connect, agree, broadcast = names.job_store, names.fresh_store, world.World.broadcast_tensors
 
     def timed_agreement(*arguments: Any) -> Store:
         start = time.perf_counter()
-        store = agree(*arguments)
+        store: Store = agree(*arguments)
         told["rendezvous"], told["roll_call"] = time.perf_counter() - start, counting[0].calls.total()
         return store
 
@@ -166,10 +167,10 @@ def _be_a_rank(rank: int, folder: Path, begun: float, stop_at: int) -> None:
         if steps[0] == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    world.job_store, world.fresh_store = counted, timed_agreement
+    names.job_store, names.fresh_store = counted, timed_agreement
     world.World.broadcast_tensors = timed_broadcast  # type: ignore[method-assign, assignment]
     # the watch's beats, some three operations a second, go around the count: a counted store cannot be cloned
-    hang.PrefixStore = lambda name, _: PrefixStore(name, counting[0].store)  # type: ignore[assignment, misc]
+    hang.PrefixStore = lambda name, _: PrefixStore(name, counting[0].store)  # type: ignore[assignment, attr-defined]
     register_optimizer_step_post_hook(after_a_step)
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
@@ -199,8 +200,8 @@ class Samples:
         print("| samples | ElasticSampler: first batch, each, memory | DistributedSampler: first batch, memory |")
         print("|---:|---:|---:|")
         for power in range(3, 10):
-            line = f"| 10^{power} | {_forked(lambda n=10**power: self._ours(n))} |"  # type: ignore[misc]
-            theirs = _forked(lambda n=10**power: self._torchs(n)) if 10**power <= self.torch_up_to else ""  # type: ignore[misc]
+            line = f"| 10^{power} | {_forked(lambda n=10**power: self._ours(n))} |"
+            theirs = _forked(lambda n=10**power: self._torchs(n)) if 10**power <= self.torch_up_to else ""
             print(f"{line} {theirs} |", flush=True)
 
     def _ours(self, samples: int) -> str:

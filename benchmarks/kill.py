@@ -57,7 +57,7 @@ class Course:
 def follow(*script: object, run_dir: Path, **env: str) -> Course:
     """Run a job to its end, and kill its last rank when it has come to each of the steps in KILLS."""
     command = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=3".split()
-    log, kills, begun = run_dir.with_suffix(".log"), [], time.time()
+    log, kills, begun = run_dir.with_suffix(".log"), list[tuple[float, int]](), time.time()
     command += map(str, script)
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env) as job:
         try:
@@ -103,8 +103,8 @@ def draw(ours: Course, stock: Course) -> str:
         _, y = place(0, step)
         parts += [f'<path class="grid" d="M{LEFT},{y:.0f}H{RIGHT}"/>']
         parts += [text(LEFT - 6, y + 5, str(step), 'text-anchor="end"')]
-    for second in range(0, int(seconds) + 1, 10):
-        parts += [text(place(second, 0)[0], BOTTOM + 18, f"{second} s", 'text-anchor="middle"')]
+    for tick in range(0, int(seconds) + 1, 10):
+        parts += [text(place(tick, 0)[0], BOTTOM + 18, f"{tick} s", 'text-anchor="middle"')]
     for name, course in (("stock", stock), ("ours", ours)):
         corners = course.points[:1]
         for second, step in course.points[1:]:

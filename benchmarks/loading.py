@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -66,7 +66,7 @@ def ours(dataset: Any, batch: int) -> DataLoader[Any]:
     return make_loader(dataset, sampler, "train", 0, torch.device("cpu"))
 
 
-def compare(name: str, theirs: Iterable[Any], sides: dict[str, Iterable[Any]]) -> None:
+def compare(name: str, theirs: Iterable[Any], sides: Mapping[str, Iterable[Any]]) -> None:
     """Print the median of each side, and of its ratios to theirs."""
     every = {"theirs": theirs, "theirs again": theirs, **sides}
     rounds: dict[str, list[float]] = {side: [] for side in every}

@@ -48,7 +48,7 @@ class Options:
 def main(options: Options) -> None:
     """Measure and print."""
     torch.set_num_threads(1)
-    model, batch = (make() for make in MODELS[options.model])
+    model, batch = MODELS[options.model][0](), MODELS[options.model][1]()
     state = trained(model)
     with tempfile.TemporaryDirectory() as name:
         folder, url = Path(name), options.url or f"file://{name}/store"

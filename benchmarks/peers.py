@@ -157,8 +157,8 @@ def run(
     """
     steps = steps or WORKLOADS[workload].steps
     with tempfile.TemporaryDirectory() as folder:
-        job = {"workload": workload, "batch_size": WORKLOADS[workload].batch_size, "steps": steps, "slow": slow}
-        job |= {"folder": folder, "images": str(images)}
+        job: dict[str, object] = {"workload": workload, "batch_size": WORKLOADS[workload].batch_size, "steps": steps}
+        job |= {"slow": slow, "folder": folder, "images": str(images)}
         # without compiled files each start would compile the sources anew, and those of a checkout are ours
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment = kept | {"OMP_NUM_THREADS": "1", "PEERS_JOB": json.dumps(job)}

@@ -32,10 +32,10 @@ import tyro
 from torch import nn
 from torch.optim import Optimizer
 
-from evenkeel.cli.chaos.job import descendants, rank_of
-from evenkeel.common.processes import process_name
+from evenkeel.cli.chaos.job import rank_of
+from evenkeel.common.processes import descendants, process_name
 from evenkeel.config import Config
-from evenkeel.data.dataset import InMemory
+from evenkeel.data.dataset import SizedDataset
 from evenkeel.tasks.classify import Classify
 from evenkeel.tasks.datasets import ABOUT
 
@@ -68,7 +68,7 @@ class Stamped(Classify):
     stamps: str = ""
     """File to add a line to for each attempt."""
 
-    def train_dataset(self) -> InMemory:
+    def train_dataset(self) -> SizedDataset:
         """The data, and the first stamp."""
         started = process_start()  # a fork imports nothing
         self.times = {"processes started": started, "imports": max(IMPORTED, started), "command line": time.time()}

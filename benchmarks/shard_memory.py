@@ -18,13 +18,13 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import tyro
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from evenkeel.data.dataset import SizedDataset
 from evenkeel.tasks.transformer import Decoder
 from evenkeel.training.task import Task
 
@@ -93,11 +93,11 @@ class Measured(Task):
     folder: str = ""
     """For the files."""
 
-    def train_dataset(self) -> Dataset[Any]:
+    def train_dataset(self) -> SizedDataset:
         """Random tokens."""
         return Tokens(4096, self.vocabulary)
 
-    def test_dataset(self) -> Dataset[Any]:
+    def test_dataset(self) -> SizedDataset:
         """A few of them."""
         return Tokens(8, self.vocabulary)
 

@@ -25,7 +25,8 @@ from typing import Any
 
 import tyro
 
-from evenkeel.cli.chaos.job import descendants, rank_of
+from evenkeel.cli.chaos.job import rank_of
+from evenkeel.common.processes import descendants
 
 ROOT = Path(__file__).resolve().parent.parent
 SPAN = 0.03

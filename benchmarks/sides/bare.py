@@ -35,7 +35,7 @@ def main() -> None:
     time_steps(optimizer)
     for _, batch in zip(range(JOB.steps), epochs(loader, sampler), strict=False):
         optimizer.zero_grad()
-        loss(model, batch).backward()
+        loss(model, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), Path(JOB.folder, "model.pt"))
