@@ -55,7 +55,7 @@ COMPONENTS = {
     "trackers": "src/evenkeel/run/own_trackers.py tests/run/test_own_trackers.py tests/promises/test_own_trackers.py "
     "tests/support/note_tracker.py tests/support/mlflow_stand_in.py",
     "report": "src/evenkeel/cli/report tests/cli/report tests/support/reports.py docs/report.*",
-    "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md",
+    "chaos": "src/evenkeel/cli/chaos tests/cli/chaos tests/support/chaos.py docs/chaos.md benchmarks/kill.py",
     "check": "src/evenkeel/cli/check src/evenkeel/testing.py tests/cli/check tests/*/test_check.py "
     "tests/support/bad_tasks.py docs/check.md",
     "doctor": "src/evenkeel/cli/doctor tests/cli/doctor tests/*/test_doctor.py docs/doctor.md",
