@@ -23,7 +23,7 @@ BUDGET = {
     "distributed": 2643,
     "resilience": 2020,
     "training": 6979,
-    "run": 7784,
+    "run": 7788,
     "tasks": 2336,
     "mirror": 726,
     "launch": 3183,

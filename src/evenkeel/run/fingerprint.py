@@ -7,6 +7,7 @@ imported where it is used, so that two runs can be compared without it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -113,7 +114,10 @@ _of_forks: dict[str, str] = {}
 
 def edited(task: type[Task]) -> list[str]:
     """The user's files that a keeper has noted and that are others, or gone, on the disk by now."""
-    now = {name: short_digest(path.read_bytes()) for name, path in _code(task) if path.is_file()}
+    now = dict[str, str]()
+    for name, path in _code(task):
+        with contextlib.suppress(OSError):  # gone, or not readable any more
+            now[name] = short_digest(path.read_bytes())
     changed = [name.removeprefix("code:") for name, digest in _of_forks.items() if now.get(name) != digest]
     return [name for name in changed if not name.startswith("evenkeel/")]
 
