@@ -68,22 +68,23 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 def _report(error: Exception) -> int:
     """Print an error that is no refusal, and tell the keeper and torchrun of it. Returns the exit code."""
-    rank, ended, again = os.environ.get("RANK", "0"), isinstance(error, Ended), False
+    rank, ended = os.environ.get("RANK", "0"), isinstance(error, Ended)
     line = " ".join(str(error).split()) if ended else reason_of(error)
+    kind = f"{type(error).__module__}.{type(error).__qualname__}: " if ended else ""
     if keeper_link.has_keeper() and is_loss_of_a_rank(error) and not ended:
         keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
-    else:
-        speaks = prints(error, rank == "0", record_first_failure(line))
-        before = failed_before(line)
-        again = _comes_again(error, line, before)
-        if speaks and not (before or ended):
-            print_traceback(error)
-        if speaks:
-            who = "" if ended else f"rank {rank} failed: "
-            say(f"evenkeel: {who}{line}{_what_follows(again, before)}", to_stderr=True)
+        shorten_report(line, with_traceback=True)
+        return FAILED
+    speaks = prints(error, rank == "0", record_first_failure(line))
+    before = failed_before(line)
+    again = _comes_again(error, line, before)
+    if speaks and not (before or ended):
+        print_traceback(error)
+    if speaks:
+        who = "" if ended else f"rank {rank} failed: "
+        say(f"evenkeel: {who}{line}{_what_follows(again, before)}", to_stderr=True)
     if isinstance(error, EndedForGood) and rank != "0":
         time.sleep(1.0)  # rank 0 prints the line before it ends torchrun, which would end rank 0 earlier
-    kind = f"{type(error).__module__}.{type(error).__qualname__}: " if ended else ""
     shorten_report(kind + line, with_traceback=not ended)
     if again and keeper_link.has_keeper():
         keeper_link.send("give_up")

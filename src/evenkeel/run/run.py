@@ -228,10 +228,7 @@ class Run:
         train_set = self.attempt.sets[TRAINING]
         how: Assignment = "round_robin" if state.sharding else "share"
         sampler = ElasticSampler.of_run(plan, train_set, config.seed, world.world_size, world.rank, how)
-        if self._started_loader is not None:  # no bool(): its length may be 0
-            batches = self._started_loader.set_sampler(sampler)
-        else:
-            batches = make_loader(train_set, sampler, TRAIN, config.num_workers, world.device)
+        batches = self._training_batches(sampler)
         self.evaluator.prepare()
         # ranks may have loaded copies made before and after the evaluation
         if any(world.all_gather(self.evaluator.owed(self._unevaluated))):
@@ -245,6 +242,12 @@ class Run:
         from .profiling import profiled  # imports torch's profiler
 
         return profiled(steps, config, state, world, self.path)
+
+    def _training_batches(self, sampler: ElasticSampler) -> DataLoader[Any]:
+        if self._started_loader is not None:  # no bool(): its length may be 0
+            return self._started_loader.set_sampler(sampler)
+        train_set, device = self.attempt.sets[TRAINING], self.world.device
+        return make_loader(train_set, sampler, TRAIN, self.config.num_workers, device)
 
     def _steps(self, batches: DataLoader[Any], sampler: ElasticSampler) -> Iterator[Step]:
         # each turn begins at the committed step: an epoch's first, one that --verify-every repeats, or the first with
