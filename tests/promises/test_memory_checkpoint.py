@@ -207,22 +207,6 @@ def test_a_script_that_makes_two_runs_does_not_mistake_what_the_first_left_for_t
     assert starts(second) == [0, 0]
 
 
-@pytest.mark.parametrize(("stops", "code"), [needs.long([signal.SIGTERM], 75), ([signal.SIGINT] * 2, KEYBOARD)])
-def test_a_stop_while_a_keeper_of_changed_code_waits_for_the_disk(tmp_path: Path, stops: list[int], code: int) -> None:
-    """It ends the job as stopped, or, if a second Ctrl-C comes, at once and with the code that says so."""
-    run_dir, task = tmp_path / "run", runs.own_task(tmp_path)
-    with slow_checkpoint(run_dir, "--task", task, real=True) as process:
-        runs.own_task(tmp_path, "another = 1")
-        killed(process)
-        for number in stops:
-            process.send_signal(number)
-            time.sleep(2.0)
-        if code == KEYBOARD:
-            process.wait(timeout=processes.LIMIT)
-    assert finish(process).returncode == code
-    assert saved_step(run_dir) == (0 if code == KEYBOARD else 3)
-
-
 def killed(process: Process) -> int:
     """Kill its trainer; the pid of the child that then writes."""
     os.kill(trainer_of(process), signal.SIGKILL)
