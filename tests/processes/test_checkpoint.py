@@ -76,6 +76,9 @@ def test_a_start_on_a_full_disk_ends_in_a_line_and_goes_on_when_there_is_room(tm
             f"evenkeel: --run-dir {run_dir}: cannot be written on {socket.gethostname()}: No space left on device; "
             "free space or fix that, and run the same command again"
         )
+        launcher = [sys.executable, "launch/single_node.py", "-g", "1", "--max-restarts", "2", "--"]
+        said = run([*launcher, *options, "--max-steps", 4], expect=2).stderr
+        assert said.count("cannot be written on") == 1, "not tried again"
         (folder / "filler").unlink()
         trained(2, [*options, "--max-steps", 4])
         assert read(run_dir)["step"] == 4

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import threading
+import traceback
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,17 @@ from tests.training.test_staging import Training
 
 def beat(step: int, phase: str) -> Beat:
     return Beat(1, step, phase, "host", 1, "node")
+
+
+def test_a_rank_says_where_it_is_without_asking_a_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may hang, and is then the cause; the thread that beats must go on. The control: `traceback` asks it."""
+    asked = []
+    monkeypatch.setattr("linecache.checkcache", asked.append)
+    found = beat_now(World(0, 0, 1, 1, torch.device("cpu"), launched=False)).place
+    assert found.startswith(f" at {__file__}:")
+    assert not asked
+    traceback.extract_stack()
+    assert asked
 
 
 def test_the_culprit_comes_first() -> None:

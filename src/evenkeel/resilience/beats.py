@@ -6,13 +6,11 @@ import os
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..common.errors import place_in
-from ..common.naming import name_ranks
+from ..common.naming import name_ranks, owner
 from ..common.phases import REDUCTION, activity
 from ..distributed.devices import device_name, node_name
 from ..distributed.world import World
@@ -44,10 +42,13 @@ def beat_now(world: World, count: int = 0) -> Beat:
 
 
 def _place() -> str:
+    # by hand: `traceback` asks for the files' times, and this thread must go on beating if a file system hangs
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    innermost_first = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    place = place_in(innermost_first[::-1])
-    return "" if place.startswith(f" at {getattr(sys.modules['__main__'], '__file__', '')}:") else place
+    while frame and owner(frame.f_code.co_filename) != "user":
+        frame = frame.f_back
+    if not frame or frame.f_code.co_filename == getattr(sys.modules["__main__"], "__file__", ""):
+        return ""
+    return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Findings(NamedTuple):

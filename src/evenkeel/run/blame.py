@@ -71,7 +71,7 @@ def replay_command(attempt: Attempt, step: int) -> str:
     """The command that looks into a step, counted from 1; "" if it was removed."""
     package = __package__.partition(".")[0]
     command = f"python -m {package} replay {shlex.quote(str(near(attempt.path)))} --step {step}"
-    return command * bool(find_spec(f"{package}.time_travel"))
+    return command if find_spec(f"{package}.time_travel") else ""
 
 
 def _numbers(attempt: Attempt, state: State, step: int) -> list[list[int]]:

@@ -91,10 +91,10 @@ class Checkpointer:
             if lead:
                 lead.tracker.event("checkpoint_failed", step, reason=str(error))
             text = f"NO CHECKPOINT at step {step}: {error}; training goes on, the last one is at step {last}"
-            full = (
-                f"; the disk of {near(self.saver.checkpoints.folder)} is full: none can be written until you free space"
-            )
-            self._failures.log(log, text + full * is_full(error))
+            if is_full(error):
+                folder = near(self.saver.checkpoints.folder)
+                text += f"; the disk of {folder} is full: none can be written until you free space"
+            self._failures.log(log, text)
 
     def on_saved(self, step: int) -> None:
         """Rank 0 has a complete checkpoint: on a node without rank 0, delete snapshots of earlier attempts, and store

@@ -48,6 +48,10 @@ COMPUTING = ("data", "distributed", "training", "tasks")
 """Components of Evenkeel whose code counts. The others compute no numbers that reach the weights."""
 
 
+OURS = "code:evenkeel/"
+"""How the parts begin that are Evenkeel's own code."""
+
+
 def fingerprint_of_run(config: Config, task: Task, world: World) -> dict[str, str]:
     """What this run's bits depend on here; the cut is added when it is decided."""
     from ..distributed.data_parallel import replicas
@@ -116,10 +120,11 @@ def edited(task: type[Task]) -> list[str]:
     """The user's files that a keeper has noted and that are others, or gone, on the disk by now."""
     now = dict[str, str]()
     for name, path in _code(task):
-        with contextlib.suppress(OSError):  # gone, or not readable any more
-            now[name] = short_digest(path.read_bytes())
-    changed = [name.removeprefix("code:") for name, digest in _of_forks.items() if now.get(name) != digest]
-    return [name for name in changed if not name.startswith("evenkeel/")]
+        if not name.startswith(OURS):
+            with contextlib.suppress(OSError):  # gone, or not readable any more
+                now[name] = short_digest(path.read_bytes())
+    theirs = {name: digest for name, digest in _of_forks.items() if not name.startswith(OURS)}
+    return [name.removeprefix("code:") for name, digest in theirs.items() if now.get(name) != digest]
 
 
 def differences(old: Fingerprint, new: Fingerprint) -> Differences:
@@ -144,7 +149,7 @@ def describe(found: Differences, most: int = 8) -> str:
 
     Files of another version of Evenkeel would be a long list, so they are only counted.
     """
-    ours = [name for name in found if name.startswith("code:evenkeel/")]
+    ours = [name for name in found if name.startswith(OURS)]
     code = []
     if any(UNSET in found[name] for name in ours):
         code = [f"Evenkeel is another version ({len(ours)} files of its code differ)"]

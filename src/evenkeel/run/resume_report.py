@@ -10,7 +10,7 @@ from ..common.phases import activity
 from ..config import Config
 from ..training.freezing import left_evaluating, left_out, unregistered
 from ..training.state import State
-from .fingerprint import MICRO_BATCH, UNSET, Differences, cut_in_words, describe, read_cut
+from .fingerprint import MICRO_BATCH, OURS, UNSET, Differences, cut_in_words, describe, read_cut
 from .records import TAIL, evaluation_in, read_records
 from .resume import Resumed
 from .run_directory import RunDirectory
@@ -63,7 +63,7 @@ def _report_bits(config: Config, others: Differences, step: int, tracker: Tracke
             step, cut_in_words(now), cut_in_words(before), flag("{} {}".format(*read_cut(before))),
         )  # fmt: skip
     files = [name for name, change in others.items() if name.startswith("code:") and UNSET not in change]
-    if own := [name.removeprefix("code:") for name in files if not name.startswith("code:evenkeel/")]:
+    if own := [name.removeprefix("code:") for name in files if not name.startswith(OURS)]:
         names = ", ".join(own)
         log.warning("%s has changed; from step %d on the run has the new code (--fresh: all of it)", names, step)
     if others:
