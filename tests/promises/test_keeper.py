@@ -61,6 +61,27 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
     assert kind != "ZeroDivisionError" or read(tmp_path / "run", "status.json")["reason"].startswith(raised)
 
 
+@pytest.mark.parametrize("call", [1, 4])
+def test_an_exception_of_a_rank_is_why_the_run_failed_also_on_one_that_torchrun_stops_first(
+    tmp_path: Path, call: int
+) -> None:
+    """Rank 0 is busy, so that torchrun's SIGTERM comes before a collective fails."""
+    body = f"""
+    def loss(self, model, batch):
+        if self.calls == {call}:
+            if os.environ["RANK"] == "1":
+                raise ConnectionError("no route to the data")
+            time.sleep(20)
+        return super().loss(model, batch)
+    """
+    task = own_task(tmp_path, body)
+    done = run(torchrun(2, TRAIN, *job(tmp_path / "run", *RARE, "--task", task)), env=OWN, expect=1)
+    status = read(tmp_path / "run", "status.json")
+    assert (status["state"], status["fruitless"]) == ("failed", int(call == 1))
+    assert status["reason"].startswith("ConnectionError: no route to the data")
+    assert "stopped by" not in done.stdout
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("keeper", ["on", "off"])
 def test_a_loop_that_ends_too_early_on_one_rank_says_so(tmp_path: Path, keeper: str) -> None:

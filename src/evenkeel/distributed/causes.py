@@ -96,6 +96,15 @@ def cause_of(error: BaseException) -> str:
     return said or reason_of(error)
 
 
+def failure_behind(stop: str) -> str:
+    """The line of the rank of this node whose failure made torchrun stop the others; "" if the stop has another cause.
+
+    Args:
+        stop: the name of the signal that came; torchrun sends SIGTERM.
+    """
+    return said_first(os.environ.get("TORCHELASTIC_ERROR_FILE", "")) if stop == "SIGTERM" else ""
+
+
 def line_of(error: BaseException) -> str:
     """The first line of an error, with our hint, and in plain words if it is gloo's of a lost rank."""
     name = "" if isinstance(error, Ended | Refusal) else f"{type(error).__name__}: "

@@ -31,7 +31,7 @@ from ..common.files import is_full
 from ..config import Config, saved_options
 from ..data.dataset import SizedDataset
 from ..data.plan import Plan
-from ..distributed.causes import is_loss_of_a_rank, reason_of
+from ..distributed.causes import failure_behind, is_loss_of_a_rank, reason_of
 from ..distributed.devices import describe, explain_uneven
 from ..distributed.world import World
 from ..resilience.interruption import REGROUPING
@@ -140,12 +140,15 @@ class Attempt:
         """Record a stop signal during the start, before there is a state to save. Any thread may call it."""
         if (reason := why()) == REGROUPING:
             return
+        cause = failure_behind(reason)
+        end: RunState = "failed" if cause else "stopped"
         if (mine := self._directory) and mine.recorded:
-            # after a restart the state may be in memory only, and "stopped" would make the run look untrained
-            state: RunState = "stopped" if mine.attempts == 1 or mine.untrained else "running"
+            # after a restart the state may be in memory only, and with another word the run would look untrained
+            state: RunState = end if mine.attempts == 1 or mine.untrained else "running"
             with contextlib.suppress(OSError):
-                mine.update(state, reason=reason, **crash_loop.CLEARED)
-        self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
+                mine.update(state, reason=cause or reason, **({} if cause else crash_loop.CLEARED))
+        if not cause:  # the rank that failed has said it
+            self.say(f"evenkeel: stopped by {reason} while starting; the same command goes on from here")
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:

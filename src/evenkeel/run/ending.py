@@ -3,6 +3,7 @@
 end                              saved by       to              status     code     next (`Keeper._handle_end`)
 finished                         main           disk, model.pt  finished   0        the end, unless a rank has died
 stop signal                      rescue         disk            stopped    75       the end
+torchrun's, for a failed rank    rescue         disk            failed     75       torchrun decides
 REGROUP: another rank has died   rescue         memory          stopped    75       in place
 a collective raised for that     main           memory          failed     1        in place, if confirmed
 hang                             rescue         memory          failed     1        in place, if within reach
@@ -28,7 +29,7 @@ from ..common.files import is_full, write_atomically, write_json
 from ..common.memory import is_out_of_memory
 from ..common.phases import CHECKPOINT, activity
 from ..common.processes import is_plain_torchrun
-from ..distributed.causes import cause_of, is_loss_of_a_rank
+from ..distributed.causes import cause_of, failure_behind, is_loss_of_a_rank
 from ..resilience.diagnosis import Diagnosis
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
@@ -129,14 +130,19 @@ class Ending:
         if self.watch:
             self.watch.end()
         self._step_log.await_last_line()  # the main thread may be between a commit and its line
-        regroups = (reason := why()) == REGROUPING
-        self._record_end("stopped", reason, STOPPED, regroups, **({} if regroups else crash_loop.CLEARED))
-        if regroups:
+        if (reason := why()) == REGROUPING:
+            self._record_end("stopped", reason, STOPPED, in_place=True)
             self._attempt.say(f"evenkeel: rank 0 lost another rank; {rescued.text}; it starts again")
             return
+        if cause := failure_behind(reason):
+            self._record_end("failed", cause, FAILED)
+            then = "a restart or the same command continues there"
+            self._attempt.say(f"evenkeel: torchrun stops rank 0, as another rank failed; {rescued.text}; {then}")
+            return
+        self._record_end("stopped", reason, STOPPED, **crash_loop.CLEARED)
         plain = is_plain_torchrun(keeper_link.starter())
         more = " (torchrun may print a traceback; that is not an error)" if plain else ""
-        restart = "a restart or " if reason == "SIGTERM" else ""  # torchrun sends it also when another rank has failed
+        restart = "a restart or " if reason == "SIGTERM" else ""  # also torchrun's, if a rank of another node failed
         then = f"{restart}the same command continues there{more}"
         self._attempt.say(f"evenkeel: stopped by {reason}; {rescued.text}; {then}")
 
