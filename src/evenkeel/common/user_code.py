@@ -144,6 +144,8 @@ def as_submitted(path: Path) -> Path:
 def hint(error: BaseException) -> str:
     """What to do about an error, as " (LINE)": of a misspelt name what may be meant, with any version of Python."""
     near = [text for pattern, text in HINTS.items() if re.search(pattern, str(error))]
+    if str(error).startswith("Target ") and (count := _outputs(error)):
+        near = [f"the model has {count} outputs, so a label must be 0 to {count - 1}"]
     if isinstance(error, BdbQuit):
         near = ["to debug, start one rank in a terminal: python train.py, with --hang-timeout 0"]
     with contextlib.suppress(Exception):  # the user's __dir__ may fail, or the error have no name
@@ -153,3 +155,11 @@ def hint(error: BaseException) -> str:
             names = [*frame.f_locals, *frame.f_globals, *dir(builtins)]
         near += [f"did you mean {it}?" for it in difflib.get_close_matches(getattr(error, "name", ""), names, 1, 0.7)]
     return f" ({near[0]})" if near else ""
+
+
+def _outputs(error: BaseException) -> int:
+    """The number of outputs that a loss of torch got which has failed; 0 if it is not known."""
+    with contextlib.suppress(Exception):  # another version of torch may name them otherwise
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        return int(frame.f_locals["input"].shape[1])
+    return 0

@@ -106,8 +106,8 @@ def refuse_another_run(path: Path, run: Identity) -> None:
         more, weights = "", path / "model.pt" if (path / "model.pt").exists() else path
         if any(name in ("epochs", "max_steps") and old and (not new or new > old) for name, old, new in changed):
             more = (
-                "; the learning rate depends on the length, so to train longer, begin a run in another folder with "
-                f"--init-from {weights}: it takes only the weights, and counts from step 0"
+                f"; to train longer, name another folder and add --init-from {weights}: only weights are taken, "
+                "since the learning rate depends on the length"
             )
         if not (status.get("step") or step_folders(folder)):
             more = " (it has not finished a step)"

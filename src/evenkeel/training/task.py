@@ -117,8 +117,8 @@ class Task(TaskData, TaskTraining):
         target is the placeholder of `read_image`, and is not written.
         """
         raise Refusal(
-            f'the task {type(self).__name__} has no predict(model, batch): define it and return {{"probabilities": '
-            'model(batch[0]).softmax(1), "target": batch[1]}, for example'
+            f"the task {type(self).__name__} has no predict(model, batch): define it and return the columns of the "
+            'table, such as {"output": model(batch[0])}, or for classes {"probabilities": model(batch[0]).softmax(1)}'
         )
 
     def generate(self, model: nn.Module, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:

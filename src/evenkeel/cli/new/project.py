@@ -11,9 +11,11 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +155,8 @@ def next_steps(folder: Path, written: Sequence[str]) -> str:
     """Where the project is, the commands to type, and the file to edit."""
     here = folder.resolve()
     then = "make test\n  make lock   # keeps the versions that were installed\n"
-    commands = f"  cd {shlex.quote(str(here))} && make train\n  {then}"
+    again = f"; without: {shlex.quote(sys.executable)} launch/single_node.py" if find_spec("torch") else ""
+    commands = f"  cd {shlex.quote(str(here))} && make train   # installs about 6 GB{again}\n  {then}"
     return f"wrote {len(written)} files to {here}. Next:\n{commands}Your model goes into {here.name}/task.py."
 
 
