@@ -17,17 +17,17 @@ COMPONENTS += ["time_travel"] * (PACKAGE / "time_travel").is_dir()  # a copy may
 """From the bottom to the top; a component imports from itself and from those before it."""
 
 BUDGET = {
-    "common": 2013,
+    "common": 2023,
     "config": 601,
     "data": 3204,
     "distributed": 2653,
     "resilience": 2021,
-    "training": 6979,
+    "training": 6980,
     "run": 7805,
-    "tasks": 2336,
+    "tasks": 2342,
     "mirror": 726,
     "launch": 3183,
-    "cli": 7543,
+    "cli": 7546,
     "time_travel": 1691,
 }
 """Lines of a component. Growth is a decision: whoever needs more raises it in the same commit, and says why."""

@@ -93,8 +93,8 @@ def test_first_thing_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         monkeypatch.setenv(name, value)
     here = tmp_path / "tide"
     size = f"installs about 6 GB; without: {sys.executable} launch/single_node.py"
-    then = f"  cd {here} && make train   # {size}\n  make test\n  make lock   # keeps the versions that were installed\n"
-    then += "Your model goes into tide/task.py.\n"
+    then = f"  cd {here} && make train   # {size}\n  make test\n  make lock   # keeps the versions that were "
+    then += "installed\nYour model goes into tide/task.py.\n"
     building = f"evenkeel: building a wheel of {ROOT}, which may take half a minute\n"
     assert typed("new tide --task empty") == (0, f"wrote 13 files to {here}. Next:\n{then}", building)
     (wheel,) = (here / "wheels").iterdir()
@@ -107,7 +107,8 @@ def test_first_thing_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
-    assert f"  cd '{tmp_path}/my work/tide' && make train   # installs" in project.next_steps(tmp_path / "my work" / "tide", [])
+    said = project.next_steps(tmp_path / "my work" / "tide", [])
+    assert f"  cd '{tmp_path}/my work/tide' && make train   # installs" in said
 
 
 @needs.tools("make")

@@ -305,7 +305,8 @@ def test_another_run_is_refused_by_name_with_both_values(path: Path) -> None:
         "continue it with the old values, name another folder, or start over with --fresh"
     )
     started(short := path.with_name("short"), max_steps=2)
-    longer, why = "to train longer, name another folder and add --init-from", "since the learning rate depends on the length"
+    longer = "to train longer, name another folder and add --init-from"
+    why = "since the learning rate depends on the length"
     assert refusal(short, OPTIONS | {"max_steps": 3}).endswith(f"; {longer} {short}: only weights are taken, {why}")
     (short / "model.pt").touch()
     assert f"{longer} {short / 'model.pt'}: " in refusal(short, OPTIONS | {"max_steps": 3})

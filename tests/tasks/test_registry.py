@@ -29,7 +29,7 @@ from evenkeel.tasks import Classification
 class Mine(Classification):
     depth: int = 3
     model_: str = "cnn"
-    train_dataset = test_dataset = model = None
+    train_dataset = test_dataset = model = lambda self: None
 """
 
 
@@ -221,6 +221,15 @@ def test_a_class_that_lacks_methods(write: Write) -> None:
 def test_a_method_with_other_parameters(write: Write, method: str, expected: str) -> None:
     path = write("odd.py", f"from evenkeel.tasks import Task\nclass Odd(Task):\n    def {method}: ...\n")
     with pytest.raises(Refusal, match=re.escape(expected.format(path))) if expected else nullcontext():
+        refuse_other_parameters(load_name("odd.py:Odd", ""))
+
+
+@pytest.mark.parametrize(("value", "kind"), [("None", "NoneType"), ("torch.nn.Linear(3, 2)", "Linear")])
+def test_a_value_in_place_of_a_method(write: Write, value: str, kind: str) -> None:
+    text = f"import torch\nfrom evenkeel.tasks import Task\nclass Odd(Task):\n    model = {value}\n"
+    path = write("odd.py", text)
+    said = rf"Odd.model must be a method, and is a value of type {kind}; write def model\(.*; see {path}:3"
+    with pytest.raises(Refusal, match=said):
         refuse_other_parameters(load_name("odd.py:Odd", ""))
 
 

@@ -172,7 +172,7 @@ class Ending:
         shown = error
         if out_of_memory:  # after the save: nvidia-smi may take long
             shown = OutOfMemory(explained(error, self._world.device, self._attempt.config))
-        self._record_failure(shown, saved, lost)
+        self._record_failure(shown, saved, lost, "rank 0 lost another rank" if lost else "failed")
         if out_of_memory:
             raise OutOfMemory(f"{shown}; {saved}") from error
 
@@ -195,7 +195,8 @@ class Ending:
                 known, run_id = read_facts(status)[0], self._attempt.provenance.run_id
                 if (known.get("state"), known.get("run_id")) == ("running", run_id):
                     mark_failed(status, explanation, wrong_nodes=_wrong_nodes(known, blamed))
-        self._record_failure(Ended(explanation), saved, wrong_nodes=_wrong_nodes(self._attempt.status, blamed))
+        wrong_nodes = _wrong_nodes(self._attempt.status, blamed)
+        self._record_failure(Ended(explanation), saved, what="ended because of a hang", wrong_nodes=wrong_nodes)
         diagnosis.write_collectives()  # after all that matters: torch may hang in NCCL's
         diagnosis.compare_collectives()  # of the files that all ranks have just written
 
@@ -204,10 +205,11 @@ class Ending:
         """The step reached; as recorded, if this attempt has not loaded it yet. Right on rank 0 only."""
         return self._state.step or int(self._attempt.status.get("step", 0))
 
-    def _record_failure(self, error: BaseException, saved: str, lost: bool = False, **facts: Any) -> None:
+    def _record_failure(
+        self, error: BaseException, saved: str, lost: bool = False, what: str = "failed", **facts: Any
+    ) -> None:
         self._record_end("failed", cause_of(error), FAILED, lost, **facts)
         if self._step:  # before the first step there is nothing to save, and the cause comes next
-            what = "rank 0 lost another rank" if lost else "failed"
             self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
         if isinstance(error, NonFinite) and self._attempt.lead:
             explain_nonfinite(error, self._attempt, self._state)

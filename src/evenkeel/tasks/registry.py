@@ -12,6 +12,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ..common.errors import Refusal
 from ..common.user_code import as_submitted, load_name
 from ..config import Config
@@ -160,9 +162,13 @@ def place_of_class(found: Any) -> str:
 
 
 def refuse_other_parameters(task: type[Task]) -> None:
-    """Refuse a method that cannot be called as :class:`Task`'s is: the error would name a line that calls it."""
+    """Refuse a method that cannot be called as :class:`Task`'s is, or a value in its place: the error would name a line
+    that calls it."""
     for name, usual in HOOKS.items():
-        own = inspect.getattr_static(task, name)
+        value, own = getattr(task, name), inspect.getattr_static(task, name)
+        if isinstance(value, nn.Module) or not callable(value):
+            what = f"must be a method, and is a value of type {type(value).__name__}"
+            raise Refusal(f"{task.__name__}.{name} {what}; write def {name}(self, ...){place_of_class(task)}")
         if own is usual or not inspect.isfunction(own):
             continue
         known, has = inspect.signature(usual).parameters, inspect.signature(own).parameters

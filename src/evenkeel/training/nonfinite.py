@@ -21,7 +21,8 @@ class NonFinite(Ended, FloatingPointError):  # noqa: N818
 
     def __init__(self, step: int, samples: str = "") -> None:
         too_large = ", or steps that are too large: lower --lr or set --clip-norm, with --fresh" if step > 1 else ""
-        cause = f"{samples} has values that are not finite" if samples else f"a bad sample or a bug in loss(){too_large}"
+        known = f"{samples} has values that are not finite" if samples else ""
+        cause = known or f"a bad sample or a bug in loss(){too_large}"
         super().__init__(
             f"the loss or the gradient of step {step} is not finite: {cause}; --on-nonfinite skip skips such steps"
         )
