@@ -91,7 +91,8 @@ def imports(text: str) -> set[str]:
 
 
 def dangling(left: Mapping[str, str], kept: set[str], gone: set[str]) -> list[str]:
-    """What is gone and yet imported, or named by the Makefile, CI, pyproject.toml, a link or a command in Markdown."""
+    """What is gone and yet imported, or named by the Makefile, CI, pyproject.toml, a link or a command in Markdown; and
+    support files that a test starts by name."""
     folders = {str(folder) for name in kept for folder in Path(name).parents}
     gone = gone | ({str(folder) for name in gone for folder in Path(name).parents} - folders)
     makefile, found = left["Makefile"], []
@@ -113,7 +114,10 @@ def dangling(left: Mapping[str, str], kept: set[str], gone: set[str]) -> list[st
     found += [f"mypy: {word}" for word in folders_of_mypy if word not in folders | kept]
     files = [name.removesuffix(".py").removeprefix("src/") for name in gone if name.endswith(".py")]
     modules = {name.removesuffix("/__init__").replace("/", ".") for name in files}
+    support = {Path(name).name for name in gone if name.startswith("tests/support/")}
     for name, text in left.items():
+        if name.startswith("tests/") and (lost := support & set(re.findall(r"\w+\.py", text))):
+            found.append(f"{name}: needs {', '.join(sorted(lost))}")
         if name.endswith(".py") and not name.startswith("src/"):  # there imports are relative, and mypy checks them
             found += [f"{name}: import of {module}" for module in imports(text) & modules]
         elif name.endswith(".md"):

@@ -6,7 +6,8 @@
 - `datasets.py`, `decoding.py`, `downloads.py`, `augmentation.py`, `models.py`   its data, transforms and networks
 - `segment.py`       the task `segment`: two networks in one step, the pattern for several networks
 - `regress.py`       the task `regress`: a linear model on random data
-- `lm.py`            the task `lm`: a language model; `text.py` has its data, `transformer.py` its network
+- `lm.py`            the task `lm`: a language model; `text.py` has its data
+- `transformer.py`   the network of `lm`, which tests of --shard divide
 - `digits.py`        the data that comes with Evenkeel, for `classify` and `segment`
 
 To add a task, write a subclass of `Task` (training/task.py) in any file: `--task FILE.py:CLASS`; docs/tasks.md says
