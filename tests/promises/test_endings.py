@@ -256,6 +256,22 @@ def test_a_run_that_finishes_deletes_what_a_killed_writer_has_left(tmp_path: Pat
     assert not [name for name in names_in(tmp_path / "run" / "checkpoints") if name.startswith(".")]
 
 
+@pytest.mark.parametrize("keeper", ["on", pytest.param("off", marks=SLOW)])
+def test_rank_0_is_killed_before_it_has_saved_the_last_step_and_the_other_has_it(tmp_path: Path, keeper: str) -> None:
+    body = """
+    def after_evaluation(self, metrics, step):
+        (folder := __import__("pathlib").Path(__file__).with_name("killed")).mkdir(exist_ok=True)
+        if os.environ["RANK"] == "0" and not any(folder.iterdir()):
+            (folder / "once").touch()
+            time.sleep(2)  # the other rank has nothing more to compute
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    options = job(tmp_path / "run", *RARE, "--keeper", keeper, "--task", runs.own_task(tmp_path, body))
+    run(torchrun(2, TRAIN, *options, restarts=int(keeper == "off")), env=runs.OWN)
+    assert starts(tmp_path / "run") == [0, runs.PLAN.total_steps]
+    assert runs.no_step_is_done_twice(tmp_path / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keeper", ["on", pytest.param("off", marks=LONG)])
 def test_ranks_whose_agent_is_killed_during_their_imports_end(tmp_path: Path, keeper: str) -> None:

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import signal
+import textwrap
 import time
 from pathlib import Path
 
@@ -71,6 +72,27 @@ def test_a_frozen_rank_is_named_and_the_bits_are_the_same(run_dir: Path, undistu
     assert runs.weights_of(run_dir) == undisturbed
     if victim == 1:
         assert read(run_dir)["ledger"]["dead"] > 5, "a hang is not productive"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_frozen_before_its_first_beat_is_named(tmp_path: Path) -> None:
+    """It stops when it starts the thread that beats, and only at the first start."""
+    freezes = """
+    start, mark = threading.Thread.start, __file__ + ".frozen"
+
+    def freezing(thread):
+        if thread.name == "beat" and os.environ["RANK"] == "1" and not os.path.exists(mark):
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        start(thread)
+
+    threading.Thread.start = freezing
+    """
+    task = runs.own_task(tmp_path, before=textwrap.dedent(freezes))
+    done = run(torchrun(2, TRAIN, *job(tmp_path / "run", "--task", task, "--hang-timeout", 3)), env=runs.OWN)
+    (line,) = [line for line in done.stderr.splitlines() if "no progress for 3 s" in line]
+    assert "rank 1 does not answer any more" in line
+    assert "rank 1 hung and was killed; all ranks restart in place" in done.stderr
 
 
 LARGE = """

@@ -88,7 +88,10 @@ class Watch:
         self.late_dump, self.first_beats = LateDump(), list[Beat]()
 
     def __enter__(self) -> Watch:
-        self.first_beats = self.world.all_gather(beat_now(self.world))
+        first = beat_now(self.world)
+        if self.store:  # before the others go on: this rank may be frozen before its thread beats
+            self._set_beat(self.store, first)
+        self.first_beats = self.world.all_gather(first)
         heartbeat.start(self.world.rank, self._stopped, self.timeout)
         if self.store:
             threading.Thread(target=self._beat, args=(self.store.clone(),), name="beat", daemon=True).start()
@@ -125,7 +128,7 @@ class Watch:
 
     def _report_and_read(self, store: Store, count: int) -> None:
         """Report on this rank, and read what others have reported; the store may raise a RuntimeError."""
-        store.set(f"rank/{self.world.rank}", json.dumps(asdict(beat_now(self.world, count))))
+        self._set_beat(store, beat_now(self.world, count))
         if self._news:
             self._news.share(store)
         self._share_patience(store, count)
@@ -133,6 +136,9 @@ class Watch:
             store.set(ALARM, "")
         elif store.check([ALARM]):
             self._alarm.set()
+
+    def _set_beat(self, store: Store, beat: Beat) -> None:
+        store.set(f"rank/{self.world.rank}", json.dumps(asdict(beat)))
 
     def _share_patience(self, store: Store, count: int) -> None:
         """Report that this rank compiles or waits for a slow disk; to wait for such a rank is progress, too."""

@@ -61,7 +61,7 @@ class Ending:
         """The watch for hangs, once there is one."""
 
     def finish(self, metrics: dict[str, float]) -> None:
-        """Write the last checkpoint, model.pt for other programs, and summary.json.
+        """Write the last checkpoint, for which all ranks wait, then model.pt for other programs, and summary.json.
 
         Args:
             metrics: the last evaluation.
@@ -77,22 +77,20 @@ class Ending:
         if attempt.compiled and self._world.local_rank == 0:
             attempt.compiled.clear()
         weights = state.sharding.gathered(state.best_model.state_dict(), attempt.path) if state.sharding else {}
-        if not (lead or state.sharding):
-            return
-        self._checkpointer.take_result()
+        if lead or state.sharding:
+            self._checkpointer.take_result()
+            self._checkpointer.record_digests()
         if metrics and lead:
             lead.tracker.evaluation(state.step, metrics)
-        self._checkpointer.record_digests()
-        early_reason = ""
-        if state.step < attempt.plan.total_steps:
-            early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
-        activity.enter(CHECKPOINT, patience=self._checkpointer.patience())
         try:
+            self._save_last(metrics)
             if not lead:
-                self._saver.save_last(state, metrics)
                 return
+            early_reason = ""
+            if state.step < attempt.plan.total_steps:
+                early_reason = f"stopped early at step {state.step}: {state.stopping.why()}"
             weights = weights or cpu_state_dict(state.best_model)
-            spent = self._write_last(lead.directory, metrics, early_reason, weights)
+            spent = self._write_result(lead.directory, metrics, early_reason, weights)
         except OSError as error:
             # without room another attempt would only train this again
             kind = EndedForGood if is_full(error) else Ended
@@ -104,12 +102,22 @@ class Ending:
             self.watch.end()  # the other ranks have left, and W&B may keep this one for long
         report_finished(attempt, lead.tracker, state.step, metrics, spent, early_reason)
 
-    def _write_last(
+    def _save_last(self, metrics: dict[str, float]) -> None:
+        """Write the last checkpoint: rank 0, and in a sharded run every rank its rows. All ranks stay until rank 0 has
+        written, because if it dies, another one has to save the step."""
+        activity.enter(CHECKPOINT, patience=self._checkpointer.patience())
+        try:
+            if self._attempt.lead or self._state.sharding:
+                self._saver.save_last(self._state, metrics)
+        finally:  # also on a full disk, which the others would take for the loss of a rank
+            activity.enter(CHECKPOINT, "of rank 0")
+            self._world.broadcast(None)
+
+    def _write_result(
         self, directory: RunDirectory, metrics: dict[str, float], early_reason: str, weights: dict[str, Tensor]
     ) -> dict[str, float]:
         """Write the files of a finished run, with the reason if it stopped early. Returns its ledger."""
         state, path = self._state, self._attempt.path
-        self._saver.save_last(state, metrics)
         directory.update_at_step("running", state.step)
         activity.enter(CHECKPOINT, "model.pt", self._checkpointer.patience())
         with contextlib.suppress(OSError):
