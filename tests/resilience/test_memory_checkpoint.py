@@ -322,7 +322,7 @@ def test_a_rescue_for_which_the_node_has_no_memory_goes_to_the_disk(
     give_memory(monkeypatch)
     world = World(0, 0, ranks, ranks, torch.device("cpu"), launched=False)
     saver = Saver(Checkpoints(tmp_path, 2), world, Config(grace=4.0), lambda _step: None)
-    assert saver.rescue(after_a_step(), in_place=True).text.startswith(f"step 1 is {where}")
+    assert saver.rescue(after_a_step(), in_place=True).startswith(f"step 1 is {where}")
 
 
 @pytest.mark.parametrize("name", ["", "memory"])
@@ -360,7 +360,7 @@ def test_a_rescue_needs_no_disk_where_memory_is_enough(
     give_memory(monkeypatch)
     monkeypatch.setattr(os, "stat", fail)
     begun, answers = time.monotonic(), threading.Event()
-    assert saver.rescue(state, in_place=True).text == "step 1 is stored in memory"
+    assert saver.rescue(state, in_place=True) == "step 1 is stored in memory"
     assert time.monotonic() - begun < 15
     answers.set()
     assert rank_memory.labels["snapshot"]["step"] == 1

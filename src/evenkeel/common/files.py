@@ -30,7 +30,7 @@ LOCK = ".lock"
 TOUCH, FROZEN = 0.5, 2.0
 """Seconds between two touches of that file by the process that has locked it; without one it counts as frozen."""
 
-SILENT, AGAIN = 15.0, 60.0
+SAY_AFTER, SAY_AGAIN = 15.0, 60.0
 """Seconds before a process says that it waits for that lock, and between two such lines."""
 
 
@@ -201,7 +201,7 @@ def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -
     The holder touches that file. Who sees that before ``until`` waits beyond it, and says so: two who write to a
     slow disk at once take twice as long.
     """
-    descriptor, released, say_at = _open_lock(folder), threading.Event(), time.monotonic() + SILENT
+    descriptor, released, say_at = _open_lock(folder), threading.Event(), time.monotonic() + SAY_AFTER
     try:
         before, seen, locked = _touched(folder, descriptor), -math.inf, try_lock(descriptor, kind=kind)
         while not locked and (time.monotonic() < until or time.monotonic() - seen < FROZEN):
@@ -210,7 +210,7 @@ def folder_locked(folder: Path, until: float = 0.0, kind: int = fcntl.LOCK_EX) -
                 before, seen = now, time.monotonic()
             if not locked and time.monotonic() > say_at:
                 log.warning("waiting for the lock of %s, which %s has", folder / LOCK, _holder(descriptor))
-                say_at += AGAIN
+                say_at += SAY_AGAIN
         if locked:
             own = os.dup(descriptor)
             try:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from .naming import Kind
 
-Message = Literal[Kind, "generation", "limit", "grace", "progress", "lost", "hang", "refusal", "give_up", "stop"]
+Message = Literal[Kind, "generation", "limit", "grace", "first_step", "lost", "hang", "refusal", "give_up", "stop"]
 """What a rank tells its keeper, mostly with a value:
 
     generation  the name by which all ranks of this generation meet

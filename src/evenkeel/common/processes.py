@@ -223,7 +223,7 @@ def end_agent(agent: int, failed: bool = False, by: signal.Signals = REFUSAL) ->
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself; go on with the others
                 os.kill(worker, signal.SIGTERM)
-    orphaned_within(5, agent)
+    await_parents_death(5, agent)
 
 
 def ranks_of(agent: int) -> list[int]:
@@ -237,7 +237,7 @@ def ranks_of(agent: int) -> list[int]:
     return found
 
 
-def orphaned_within(seconds: float, parent: int) -> bool:
+def await_parents_death(seconds: float, parent: int) -> bool:
     """Wait for the parent's death, at most so long; return whether it has died.
 
     The wait is over too if the parent, an agent of ours, stops a keeper, which blocks SIGTERM: it waits for the keeper.

@@ -115,8 +115,8 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Indices]:
         steps = self.steps()
-        # is this rank idle? Its first step tells: who idles there idles in all later ones, as --shares gives each
-        # rank at least one. A stream has too many to see
+        # An idle rank must not visit all steps: a stream has 2**60. The first tells, as no later step of the epoch is
+        # larger, and --shares leaves no rank without work in a full one.
         if not steps or not self.micro_batches(steps.start):
             return
         mine = (micro_batch for step in steps for micro_batch in self.micro_batches(step))

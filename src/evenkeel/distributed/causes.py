@@ -18,11 +18,11 @@ from ..common.user_code import hint
 from .attempt_files import record_first_failure, said_first
 
 LOST = r"\[\S*/gloo/|NCCL (error|communicator)|the attempt of this one is over"
-"""In errors about the loss of a rank, which have no type of their own: gloo's are plain RuntimeErrors."""
+"""Found in errors about the loss of a rank. They have no type of their own: gloo's are plain RuntimeErrors."""
 
 BROKEN = r"(?i)/gloo/\S+\].*?\b(connection (?:aborted|closed|refused|reset|timed out)(?: by peer)?|broken pipe)"
 LATE = r"(?i)/gloo/\S+\] ((?:timed out|connect timeout)\b[^.\[\n]*\b)"
-"""In those of them about a connection that broke, and about a time-out."""
+"""Found in those errors where a connection broke, and where a time-out came; group 1 says how."""
 
 LOST_KEEPER = "the keeper of rank "
 """Begins the line about the death of a keeper."""
@@ -42,8 +42,8 @@ OF_MACHINES = (
     r"|C[UH]\w+_STATUS|DataLoader worker \(pid|exited unexpectedly"
     "|another exception occurred:|direct cause of the following"
 )
-"""Patterns in such errors that the next try may not have, but not in "found cuda:0 and cpu"; the last two: in a loader
-process, with another cause."""
+"""Found in errors of code that a machine may have caused, so that another try may help; not in "found cuda:0 and cpu",
+which is a mistake. The last two: an error in a loader process that has another cause."""
 
 
 NO_GPU = r"(?s)Found no NVIDIA driver.*|Torch not compiled with CUDA enabled"

@@ -2,7 +2,7 @@
 
 A bucket of n numbers is cut into one chunk for each rank:
 
-1. a rank folds its micro-batches into the maximal subtrees of its run (one, if M / W is a power of two);
+1. a rank folds its micro-batches into the maximal subtrees of its run (one, if all have the same power of two);
 2. an all-to-all brings each chunk of these to the chunk's owner;
 3. the owner folds them into the root;
 4. a second all-to-all brings all roots to all ranks.

@@ -31,10 +31,10 @@ from ..common.display import flush, say
 from ..common.errors import FAILED, REFUSAL_TIMEOUT, REFUSED, Ended, EndedForGood, EndedHere, Refusal, Uncollated
 from ..common.processes import (
     FAILURE,
+    await_parents_death,
     can_lose_a_node,
     clean_up_before_exit,
     end_agent,
-    orphaned_within,
     torchrun_agent,
     under_torchrun,
 )
@@ -75,26 +75,27 @@ def _report(error: Exception) -> int:
         keeper_link.send("lost", json.dumps("".join(traceback.format_exception(error))[-20_000:]))
         shorten_report(line, with_traceback=True)
         return FAILED
-    speaks = prints(error, rank == "0", record_first_failure(line))
+    place = record_first_failure(line)
     before = failed_before(line)
     again = _comes_again(error, line, before)
-    if speaks and not (before or ended):
-        print_traceback(error)
-    if speaks:
+    if prints(error, rank == "0", place):
+        if not (before or ended):
+            print_traceback(error)
         who = "" if ended else f"rank {rank} failed: "
         say(f"evenkeel: {who}{line}{_what_follows(again, before)}", to_stderr=True)
-    if isinstance(error, EndedForGood) and rank != "0":
-        time.sleep(1.0)  # rank 0 prints the line before it ends torchrun, which would end rank 0 earlier
     shorten_report(kind + line, with_traceback=not ended)
-    if again and keeper_link.has_keeper():
-        keeper_link.send("give_up")
-    elif again:
-        give_up()
+    if again:
+        if isinstance(error, EndedForGood) and rank != "0":
+            time.sleep(1.0)  # rank 0 prints the line before it ends torchrun, which would end rank 0 earlier
+        if keeper_link.has_keeper():
+            keeper_link.send("give_up")
+        else:
+            give_up()
     return FAILED
 
 
 def prints(error: Exception, rank_0: bool, place: Place) -> bool:
-    """Whether a rank prints the error that ends it, unless its keeper may do so.
+    """Whether this rank prints the error that ends it. Not asked after the loss of a rank, which the keeper reports.
 
     error                  rank 0                                           another rank
     Ended, EndedForGood    yes                                              no
@@ -115,7 +116,7 @@ def _comes_again(error: BaseException, line: str, before: bool) -> bool:
     if isinstance(error, EndedForGood):
         return True
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1" and torchrun_agent()
-    if keeper_link.has_sent("progress") or not (alone and is_mistake(error)):
+    if keeper_link.has_sent("first_step") or not (alone and is_mistake(error)):
         return False
     restarts_left = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return (before and failed_alike(line)) or (is_certain(error) and restarts_left)
@@ -124,7 +125,7 @@ def _comes_again(error: BaseException, line: str, before: bool) -> bool:
 def _what_follows(again: bool, before: bool) -> str:
     """The end of a line: that torchrun tries again, and why; or that it does not, because the error came before."""
     if again:
-        return AGAIN * before
+        return AGAIN if before else ""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{it}", "0")) for it in ("RESTART_COUNT", "MAX_RESTARTS"))
     return f"{TRYING} (restart {count + 1} of {most})" if count < most else ""
 
@@ -139,7 +140,7 @@ def refuse(line: str) -> None:
     """Print the line, if local rank 0 of this node does not, and end torchrun."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     may_stay_silent = under_torchrun() and os.environ.get("LOCAL_RANK") != "0"
-    if may_stay_silent and orphaned_within(SPEAKER_TIMEOUT + REFUSAL_TIMEOUT * (nodes > 1), os.getppid()):
+    if may_stay_silent and await_parents_death(SPEAKER_TIMEOUT + REFUSAL_TIMEOUT * (nodes > 1), os.getppid()):
         return
     say(f"evenkeel: {line}", to_stderr=True)
     if agent := torchrun_agent():

@@ -57,7 +57,8 @@ class Reduction:
         """Finish the step after the last backward pass; raises what went wrong in a thread of the reduction."""
 
     def catch_up(self) -> None:
-        """Wait for the hook's collectives so far, because two NCCL communicators might wait for each other."""
+        """Wait for the collectives that the hook has begun. --sync-batchnorm calls this before it exchanges statistics
+        in backward, because two NCCL communicators at work at once might wait for each other."""
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """DDP's communication hook: add up a bucket without dividing, because the loss has the weights."""

@@ -95,8 +95,8 @@ class Keeper:
         self._peers = Peers(self._rank, self._world_size)
         self._stops: set[int] = {*handled_stop_signals()}
         self._max_restarts, self._grace = Config.keeper_restarts, Config.grace
-        self._forks, self._without_progress = 0, 0  # all; consecutive ones
-        self._furthest_first_step = 0  # of any trainer
+        self._forks, self._without_progress = 0, 0  # forks after the first one; consecutive ones without progress
+        self._furthest_start = 0  # the highest first finished step of all trainers so far
         self._stop_time, self._stop_signal = 0.0, 0  # of the first stop signal; 0: none has come
         self._exit_time = 0.0  # of a second Ctrl-C, after which nothing is waited for; 0: none has come
         self._store_lost = False  # whether the process is gone that rank 0's keeper had for the job's store
@@ -136,7 +136,7 @@ class Keeper:
         self._pipe, sending = os.pipe()
         os.set_blocking(self._pipe, False)
         self._messages, self._regroup_time, self._partial_line = {}, 0.0, b""
-        self._peers.join("")
+        self._peers.leave()
         self._memory.prepare()
         flush()
         keeper, launcher = os.getpid(), os.getppid()
@@ -222,13 +222,13 @@ class Keeper:
             self._max_restarts = int(value)
         elif message == "grace":
             self._grace = float(value)
-        elif message == "progress":
+        elif message == "first_step":
             self._memory.discard()
-            if int(value) > self._furthest_first_step:
+            if int(value) > self._furthest_start:
                 # repeating steps is no progress: without a new checkpoint a run may die at one step for ever
-                self._furthest_first_step, self._without_progress = int(value), 0
+                self._furthest_start, self._without_progress = int(value), 0
 
-    def _stopped_within(self, seconds: float) -> bool:
+    def _wait_for_stop(self, seconds: float) -> bool:
         """Wait; return whether a stop signal has come."""
         if number := _await_signal(self._stops, seconds):
             self._record_stop(number)
@@ -258,7 +258,7 @@ class Keeper:
             if self._stop_time and not announced and now > max(self._stop_time, begun) + ANNOUNCE_DELAY:
                 announced, wait = True, f"waiting {until - now:.0f} s at most until {what} is on the disk"
                 _say(f"{signal_name(self._stop_signal)}: {wait}; {self._how_to_exit()} to exit without it")
-            self._stopped_within(0.01)
+            self._wait_for_stop(0.01)
         return True
 
     def _how_to_exit(self) -> str:
@@ -267,14 +267,12 @@ class Keeper:
         return "press Ctrl-C again" if self._stop_signal == signal.SIGINT else "press Ctrl-C"
 
     def _handle_end(self, code: int) -> bool:
-        """Handle a trainer's end: report this rank's death to the other keepers, and return whether to fork another
-        trainer, by the first row that fits. The two "yes" also need fewer than --keeper-restarts restarts without
-        progress; the first also that the other keepers were told.
+        """Handle a trainer's end: return whether to fork another trainer, by the first row that fits.
 
         a stop signal; refused input; the store in which ranks meet is gone     no
         finished                         only if another rank has died, which cannot finish without this one
-        killed by another signal without REGROUP, or ended because of a hang    yes: this rank has died
-        got REGROUP, or lost a rank whose keeper confirms its death             yes: another rank has died
+        killed by another signal without REGROUP, or ended because of a hang    `_restart`: this rank has died
+        got REGROUP, or lost a rank whose keeper confirms its death             `_restart`: another rank has died
         anything else, such as an exception                                     no
         """
         if self._stop_time and code == -signal.SIGKILL:
@@ -283,32 +281,39 @@ class Keeper:
         if stopped or code == REFUSED or self._store_lost or not store_is_alive():
             return False
         if code == 0:
-            return not self._peers.await_all(self._stopped_within)
+            return not self._peers.await_all(self._wait_for_stop)
         if code < 0 and not self._regroup_time:  # after REGROUP this keeper may have killed it
             hung = self._peers.hang_of() if -code == signal.SIGKILL else ""
-            told = shown = hung or f"rank {self._rank} was killed by {signal_name(-code)}"
-        elif "hang" in self._messages:
-            shown = f"rank {self._rank} ended because of a hang"
-            told = self._messages["hang"] or shown
-        elif self._regroup_time or ("lost" in self._messages and self._is_confirmed()):
-            told = shown = ""
-        else:
-            return False
+            return self._restart(hung or f"rank {self._rank} was killed by {signal_name(-code)}")
+        if "hang" in self._messages:
+            return self._restart(f"rank {self._rank} ended because of a hang", self._messages["hang"])
+        if self._regroup_time or ("lost" in self._messages and self._is_confirmed()):
+            return self._restart()
+        return False
+
+    def _restart(self, death: str = "", cause: str = "") -> bool:
+        """Report this rank's death to the other keepers, and return whether to fork another trainer: not after
+        --keeper-restarts restarts without progress, nor if the others cannot be told.
+
+        Args:
+            death: how this rank has died; "": another one has, and its keeper reports that.
+            cause: what the others are told, if not `death`.
+        """
         if self._without_progress >= self._max_restarts:
             again = " again, without progress" if self._max_restarts else ""
-            _say(f"{shown or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
+            _say(f"{death or f'rank {self._rank} lost another rank'}{again}; torchrun decides")
             return False
-        if shown and not self._peers.report_death(told):
-            _say(f"{shown}, and the other keepers cannot be told of it; torchrun decides")
+        if death and not self._peers.report_death(cause or death):
+            _say(f"{death}, and the other keepers cannot be told of it; torchrun decides")
             return False  # they would wait for this rank
         self._without_progress += 1
-        if shown:
-            _say(f"{shown}; all ranks restart in place, without torchrun")
+        if death:
+            _say(f"{death}; all ranks restart in place, without torchrun")
         return True
 
     def _is_confirmed(self) -> bool:
         """Whether the trainer has lost a rank that died; if not, print the error that looked like it."""
-        if self._peers.confirm_death(self._stopped_within):
+        if self._peers.confirm_death(self._wait_for_stop):
             return True
         if not self._stop_time:  # of all ranks: the first one may only have lost the one whose error it is
             with contextlib.suppress(OSError, ValueError):
@@ -325,7 +330,7 @@ class Keeper:
             refuse(self._messages["refusal"])
         if code:
             self._peers.report_leaving()
-        if "give_up" in self._messages and not self._stopped_within(1.0):  # other ranks record their failure too
+        if "give_up" in self._messages and not self._wait_for_stop(1.0):  # other ranks record their failure too
             give_up()
         # 130 means a second Ctrl-C only of a trainer that handled signals: it has sent --grace
         if code == KEYBOARD and "grace" in self._messages:

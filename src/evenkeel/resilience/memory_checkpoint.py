@@ -93,8 +93,8 @@ class RankMemory:
         """Store a state for the keeper, which `write` writes into a file that can seek. Returns False if there is no
         keeper, or too little memory.
 
-        First discards the last one of its kind (`label["kind"]`), which is there only if a full disk, say, has
-        refused it: there is one file for each kind, because two states would need twice the memory.
+        There is one file for each kind (`label["kind"]`), as two would need twice the memory, so what is in it is
+        discarded first. Usually nothing is: only a state that could not be written to the disk stays.
         """
         if (kind := label["kind"]) not in self.files:
             return False

@@ -33,7 +33,7 @@ CONFIRM_TIMEOUT = 5.0
 FINISH_TIMEOUT = 300.0
 """Seconds that a finished rank waits for the others; torchrun's agents wait for each other as long."""
 
-DONE, SAW_ALL_DONE = "done", "gone"
+DONE, SAW_ALL_DONE = "done", "saw_all_done"
 """Keys of a generation: how many ranks have finished, and how many keepers know that all have."""
 
 
@@ -55,12 +55,16 @@ class Peers:
         self._sockets: list[socket.socket] = []  # of the job's
 
     def join(self, generation: str) -> None:
-        """Exchange messages from now on with the ranks that meet under this name; "": with none yet."""
+        """Exchange messages from now on with the ranks that meet under this name."""
         self._generation, self._store = generation, None
-        if generation:  # the store has just answered this rank, so connecting will not block the keeper
-            with contextlib.suppress(RuntimeError, OSError, EndedHere):
-                self._job_store = self._job_store or self._connect()
-                self._store = generation_store(self._job_store, self._world_size, generation)
+        # the store has just answered this rank, so connecting will not block the keeper
+        with contextlib.suppress(RuntimeError, OSError, EndedHere):
+            self._job_store = self._job_store or self._connect()
+            self._store = generation_store(self._job_store, self._world_size, generation)
+
+    def leave(self) -> None:
+        """Exchange no messages until the next :meth:`join`."""
+        self._generation, self._store = "", None
 
     def _connect(self) -> Store:
         """A connection with a time-out on its socket, because some of torch's requests have none."""
@@ -171,10 +175,10 @@ class Peers:
                     return True
                 if store.check([DO_NOT_WAIT]) or wait_for_stop(self.interval):
                     return True
-            gone, deadline = store.add(SAW_ALL_DONE, 1), time.monotonic() + 1
-            while keeper_link.STORE in os.environ and gone < self._world_size and time.monotonic() < deadline:
-                time.sleep(self.interval / 4)  # or the others would lose this store
-                gone = store.add(SAW_ALL_DONE, 0)
+            aware, deadline = store.add(SAW_ALL_DONE, 1), time.monotonic() + 1
+            while keeper_link.STORE in os.environ and aware < self._world_size and time.monotonic() < deadline:
+                time.sleep(self.interval / 4)  # this keeper's end ends the store, which the others are still reading
+                aware = store.add(SAW_ALL_DONE, 0)
         except RuntimeError:
             self._disconnect()
         return True

@@ -5,7 +5,7 @@ To make an `Attempt` needs no other rank: rank 0 locks the run's folder, and eac
 
 1. gathers what each node has recorded of the run;
 2. refuses options that differ, then other data; decides the cut; then refuses other bits, with --strict-bits;
-3. returns if the run is finished, or records the start in status.json;
+3. returns if the run is finished; else moves an old run aside (--fresh) and records the start in status.json;
 4. opens each rank's log;
 5. ends a run whose last attempts all died before they had finished a step;
 6. starts the tracker on rank 0, which from then on leads (`Attempt.lead`).
@@ -143,7 +143,8 @@ class Attempt:
         cause = failure_behind(reason)
         end: RunState = "failed" if cause else "stopped"
         if (mine := self._directory) and mine.recorded:
-            # after a restart the state may be in memory only, and with another word the run would look untrained
+            # after a restart in place the state may be in memory only, and "stopped" or "failed" without a checkpoint
+            # is what `is_untrained` looks for: the next start would begin at step 0
             state: RunState = end if mine.attempts == 1 or mine.untrained else "running"
             with contextlib.suppress(OSError):
                 mine.update(state, reason=cause or reason, **({} if cause else crash_loop.CLEARED))

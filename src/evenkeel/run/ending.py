@@ -141,19 +141,19 @@ class Ending:
         self._step_log.await_last_line()  # the main thread may be between a commit and its line
         if (reason := why()) == REGROUPING:
             self._record_end("stopped", reason, STOPPED, in_place=True)
-            self._attempt.say(f"evenkeel: rank 0 lost another rank; {rescued.text}; it starts again")
+            self._attempt.say(f"evenkeel: rank 0 lost another rank; {rescued}; it starts again")
             return
         if cause := failure_behind(reason):
             self._record_end("failed", cause, FAILED)
             then = "a restart or the same command continues there"
-            self._attempt.say(f"evenkeel: torchrun stops rank 0, as another rank failed; {rescued.text}; {then}")
+            self._attempt.say(f"evenkeel: torchrun stops rank 0, as another rank failed; {rescued}; {then}")
             return
         self._record_end("stopped", reason, STOPPED, **crash_loop.CLEARED)
         plain = is_plain_torchrun(keeper_link.starter())
         more = " (torchrun may print a traceback; that is not an error)" if plain else ""
         restart = "a restart or " if reason == "SIGTERM" else ""  # also torchrun's, if a rank of another node failed
         then = f"{restart}the same command continues there{more}"
-        self._attempt.say(f"evenkeel: stopped by {reason}; {rescued.text}; {then}")
+        self._attempt.say(f"evenkeel: stopped by {reason}; {rescued}; {then}")
 
     def failed(self, error: BaseException) -> None:
         """Save the last finished step after an error here or on another rank.
@@ -170,11 +170,8 @@ class Ending:
             log.info("failed at step %d: %s", self._state.step, error)  # printed to the user in a line of its own
         else:
             log.info("failed at step %d", self._state.step, exc_info=error)  # `exit_code` prints the traceback
-        saved = (
-            "this rank saves nothing"
-            if isinstance(error, Unfit)
-            else self._saver.rescue(self._state, in_place=lost).text
-        )
+        unfit = isinstance(error, Unfit)
+        saved = "this rank saves nothing" if unfit else self._saver.rescue(self._state, in_place=lost)
         if samples := name_samples(error, self._attempt, self._state):
             log.info("%s", samples)
         shown = error
@@ -190,7 +187,7 @@ class Ending:
         assert self.watch
         diagnosis = Diagnosis(self.watch)  # in another thread, so that explaining the hang cannot delay the save
         # first: --grace may end this process at any time. If no restart in place follows, the keeper writes it to disk
-        saved = self._saver.rescue(self._state, in_place=keeper_link.has_keeper()).text
+        saved = self._saver.rescue(self._state, in_place=keeper_link.has_keeper())
         explanation = diagnosis.explain()  # before the kill: what waits for a frozen rank is over with it
         if diagnosis.is_within_reach():  # a frozen rank that stays would be waited for by those that start in place
             keeper_link.send("hang", diagnosis.findings.hung)

@@ -102,7 +102,7 @@ def _newest(world: World, checkpoints: Checkpoints) -> tuple[Manifest | None, di
     first_of_node, run_id = world.local_rank == 0, checkpoints.provenance.run_id
     while True:  # until one is whole: a damaged one is set aside
         offers = world.all_gather(offer(rank_memory.previous(run_id)))
-        if first_of_node and not any(offers):  # else keepers still have what their children write
+        if first_of_node and not any(offers):  # what keepers' children still write is offered too
             _await_writer(checkpoints.folder)
         on_disk = world.all_gather(checkpoints.newest_named_step() if first_of_node else 0)
         newest = max([*on_disk, *(it.step for it in offers if it)])

@@ -294,14 +294,8 @@ class Run:
         if self._steps_here == 1 or self.checkpointer.digest_is_due():
             state.settle()  # a GPU may still undo it, and then it is no progress
         if self._steps_here == 1:
-            keeper_link.send("progress", str(state.step))
-        now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR
-        if now_and_then:
-            self.attempt.data.refuse_changed()
-            self.verification.record()
-            self.step_log.report_memory()
-        if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
-            state.task_state.compare()
+            keeper_link.send("first_step", str(state.step))
+        self._check_now_and_then()
         if lead:
             lead.directory.record_progress()
         self.step_log.after_step(model, model.norm if norm is None else norm)
@@ -311,6 +305,17 @@ class Run:
             self.evaluator.metrics = {}
             if not state.is_over():
                 self.checkpointer.after_step({})
+
+    def _check_now_and_then(self) -> None:
+        """Do the checks of which some need all ranks, in ever fewer steps."""
+        state = self.state
+        now_and_then = state.is_over() or self._steps_here in POWERS_OF_FOUR
+        if now_and_then:
+            self.attempt.data.refuse_changed()
+            self.verification.record()
+            self.step_log.report_memory()
+        if state.task_state and (now_and_then or state.evaluation_is_due() or self.config.saves_at(state.step)):
+            state.task_state.compare()
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Log what the job has to show of the present step, from rank 0; see `media.log`. Not in every step: it reads

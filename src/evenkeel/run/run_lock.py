@@ -22,8 +22,9 @@ LOCK_TIMEOUT = 10.0
 MAX_LOCK_TIMEOUT = 100.0
 """Maximum seconds of both: the other ranks wait `world.RESTART_TIMEOUT` for rank 0."""
 
-SILENT = 1.0
-"""Seconds before it says that it waits: a dying predecessor needs less, a job of another command more."""
+SAY_AFTER = 1.0
+"""Seconds before a start says that it waits for the run's lock: a dying predecessor needs less, a job of another
+command more."""
 
 
 class RunLock:
@@ -39,7 +40,7 @@ class RunLock:
 
     def __init__(self, path: Path, timeout: float) -> None:
         self._path, self._file = path, (path / LOCK).open("ab")
-        silent = 0.0 if restarts_elsewhere(self._holder()) else min(SILENT, timeout)
+        silent = 0.0 if restarts_elsewhere(self._holder()) else min(SAY_AFTER, timeout)
         if self._take(time.monotonic() + silent):
             return
         if timeout > silent:

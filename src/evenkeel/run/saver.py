@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,15 +32,7 @@ DISK_TIMEOUT = 1.0
 """Seconds that a rescue into memory first waits for the disk to say which step is its newest."""
 
 
-class Rescued(NamedTuple):
-    """What a rescue has done."""
-
-    where: Literal["disk", "memory", "nowhere"]
-    """Where a complete checkpoint of the step is now."""
-    text: str
-
-
-NOTHING_NEW = Rescued("nowhere", "no step has finished in this attempt; nothing to save")
+NOTHING_NEW = "no step has finished in this attempt; nothing to save"
 
 
 class Saver:
@@ -75,7 +67,8 @@ class Saver:
     @property
     def done(self) -> bool:
         """Whether :meth:`result` would answer at once."""
-        return self._work is not None and self._work.done()
+        work = self._work  # read once: the main thread may take it meanwhile
+        return work is not None and work.done()
 
     def result(self) -> float:
         """Seconds that the last checkpoint took; waits for it.
@@ -152,16 +145,17 @@ class Saver:
         return rank_memory.store(partial(torch.save, captured), label)
 
     def _newest_on_disk(self) -> int:
-        """The newest step there; 0 if the disk fails or hangs, which must not keep a rescue out of memory, or is being
-        written to."""
+        """The newest step on the disk. 0, so that a rescue goes into memory, if a checkpoint is being written, or the
+        disk fails or does not answer within DISK_TIMEOUT."""
         if self.busy and not self.done:
             return 0
         with contextlib.suppress(OSError, TimeoutError):
             return self._executor.submit(self.checkpoints.newest_step).result(DISK_TIMEOUT)
         return 0
 
-    def rescue(self, state: State, in_place: bool = False) -> Rescued:
+    def rescue(self, state: State, in_place: bool = False) -> str:
         """Save the last finished step from this rank, unless another rank of the node has done so. From any thread.
+        Returns what was done, in words.
 
         It goes into memory for the keeper, whose child writes it, if ranks are about to start again in place; without a
         keeper, or memory for it, it goes to the disk. Of --grace, at most a quarter is to wait for the staging memory
@@ -183,11 +177,11 @@ class Saver:
         except (OSError, Torn, RuntimeError, MemoryError) as error:  # the RuntimeError is from a failed GPU
             trace, known = isinstance(error, RuntimeError), known_step(self.checkpoints)
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known, exc_info=trace)
-            return Rescued("nowhere", f"not saved ({error})")
+            return f"not saved ({error})"
         finally:
             if reserved:
                 self._staging.release()
-        log.info("%s, %.2f s after the end began", result.text, time.monotonic() - begun)
+        log.info("%s, %.2f s after the end began", result, time.monotonic() - begun)
         return result
 
     def _memory_of_rescue(self, reserved: bool) -> Staging:
@@ -197,14 +191,14 @@ class Saver:
             return Staging(*self._devices, still=True)
         return self._staging if reserved else Staging(*self._devices)
 
-    def _store_or_write(self, captured: dict[str, Any], in_place: bool, until: float) -> Rescued:
+    def _store_or_write(self, captured: dict[str, Any], in_place: bool, until: float) -> str:
         """Store a rescue's state for the keeper, if `in_place`, or write it to the disk."""
         if (step := captured["step"]) == 0:  # a GPU has not finished the first one
             return NOTHING_NEW
         if in_place and step > self._newest_on_disk() and self._store_in_memory(captured, {}, "snapshot"):
-            return Rescued("memory", f"step {step} is stored in memory")
+            return f"step {step} is stored in memory"
         begun = time.monotonic()
         # not before the capture: steps that finish meanwhile would be lost
         time.sleep(min(RANK_DELAY * self._world.local_rank, self._grace / 8))
         path = self.checkpoints.save_if_new(captured, until)
-        return Rescued("disk", f"step {step} is saved" + (f", in {time.monotonic() - begun:.2f} s" if path else ""))
+        return f"step {step} is saved" + (f", in {time.monotonic() - begun:.2f} s" if path else "")

@@ -19,7 +19,7 @@ from ..training.seqlock import Torn
 from ..training.slots import Slots
 from ..training.state import State
 from .checkpoint import WRITER_TIMEOUT, known_step, label_of
-from .saver import NOTHING_NEW, Rescued, Saver
+from .saver import NOTHING_NEW, Saver
 from .sharded_checkpoint import ROWS_TIMEOUT, await_whole, write_rows, write_slots
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class ShardedSaver(Saver):
         if self.writes:
             super().save_last(state, metrics)
 
-    def rescue(self, state: State, in_place: bool = False) -> Rescued:
+    def rescue(self, state: State, in_place: bool = False) -> str:
         """Save this rank's rows of the last two steps; see `Saver.rescue`. No other rank has them.
 
         Ranks that start again in place find them in memory, so nothing is written then.
@@ -120,19 +120,19 @@ class ShardedSaver(Saver):
                 return NOTHING_NEW
             if in_place and keeper_link.has_keeper():
                 log.info("stored step %d in memory after %.2f s", steps[-1], time.monotonic() - begun)
-                return Rescued("memory", f"step {steps[-1]} is in memory")
+                return f"step {steps[-1]} is in memory"
             write_slots(self._descriptors, half_time)
             if state.sharding and state.sharding.rank == 0:
                 with suppress(OSError):
                     await_whole(self.checkpoints, steps[-1], min(LAST_WAIT, grace / 4))
         except (OSError, Torn, RuntimeError) as error:  # the RuntimeError is from a failed GPU
             log.error("NOT SAVED: %s; the last checkpoint is at step %s", error, known_step(self.checkpoints))
-            return Rescued("nowhere", f"not saved ({error})")
+            return f"not saved ({error})"
         finally:
             if reserved:
                 self._staging.release()
         log.info("saved this rank's rows of steps %s in %.2f s", steps, time.monotonic() - begun)
         whole = self.checkpoints.newest_step()
         if whole >= steps[0]:
-            return Rescued("disk", f"step {whole} is saved")
-        return Rescued("nowhere", f"the rows of step {steps[-1]} of this rank are saved")  # no complete checkpoint
+            return f"step {whole} is saved"
+        return f"the rows of step {steps[-1]} of this rank are saved"  # no complete checkpoint

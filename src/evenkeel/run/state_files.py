@@ -284,8 +284,9 @@ def clean(folder: Path) -> None:
 
 
 def clean_locked(folder: Path, idle: float = 0.0) -> None:
-    """As :func:`clean`, by a process that has locked the folder. A writer goes on without that lock if its holder was
-    frozen: what a process has locked itself stays, and what somebody has written to within some seconds."""
+    """As :func:`clean`, for the holder of the folder's lock. Another writer may have gone on without the lock, because
+    its holder was frozen. So folders stay in which a file is locked, or was written to less than ``idle`` seconds ago.
+    """
     for old, final in replaced(folder).items():
         with contextlib.suppress(OSError):  # its writer has just done so
             if final.exists():

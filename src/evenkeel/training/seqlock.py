@@ -48,7 +48,7 @@ class Seqlock:
         self.queued = 0
         """The last step that the host has queued on the devices."""
         self._host = threading.Lock()
-        self._ends = {d: torch.cuda.Event() for d in devices if d.type == "cuda"}  # type: ignore[no-untyped-call]
+        self._commit_events = {d: torch.cuda.Event() for d in devices if d.type == "cuda"}  # type: ignore[no-untyped-call]
 
     @contextmanager
     def change(self, step: int, undone: Tensor | None = None) -> Iterator[None]:
@@ -67,8 +67,8 @@ class Seqlock:
                 if undone is not None:
                     begun.sub_(undone.to(begun.device).long())
                 done.copy_(begun)
-            for device, end in self._ends.items():
-                end.record(torch.cuda.current_stream(device))
+            for device, event in self._commit_events.items():
+                event.record(torch.cuda.current_stream(device))
 
     @contextmanager
     def hold(self, until: float, final: bool = False) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Seqlock:
                 copy is consistent.
         """
         held = self._host.acquire(timeout=left(until))
-        if not held and not self._ends:
+        if not held and not self._commit_events:
             raise Torn("an optimizer step is still in progress")
         try:
             yield
@@ -92,6 +92,6 @@ class Seqlock:
         """Wait until the devices have finished the last commit, unless they hang: at most :data:`COMMIT_TIMEOUT`, or
         without a limit if ``until`` is FOREVER. False if they have not."""
         until = until if until == FOREVER else min(until, time.monotonic() + COMMIT_TIMEOUT)
-        while not (done := all(end.query() for end in self._ends.values())) and left(until):  # type: ignore[no-untyped-call]
+        while not (done := all(it.query() for it in self._commit_events.values())) and left(until):  # type: ignore[no-untyped-call]
             time.sleep(0.001)
         return done

@@ -78,12 +78,12 @@ class Staging:
             self._memory = memory  # must outlive its registration
             weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
-    def prepare(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
+    def prepare(self, tree: Any, fences: int = 1) -> tuple[Any, Callable[[], None]]:
         """Prepare a copy of nested dicts, lists and tuples; plain data is copied at once.
 
         Args:
             tree: what to copy. A tensor that is new or has another shape gets new memory.
-            ends: so many of the first tensors are copied before all others, so many of the last after them
+            fences: so many of the first tensors are copied before all others, so many of the last after them
                 (`seqlock`).
 
         Returns:
@@ -108,16 +108,16 @@ class Staging:
 
         prepared = map_tensors(tree, buffer_for)
         self._buffers = buffers
-        return prepared, partial(self._copy, list(buffers.values()), sources, ends)
+        return prepared, partial(self._copy, list(buffers.values()), sources, fences)
 
     @torch.no_grad()
-    def _copy(self, targets: list[Tensor], sources: list[Tensor], ends: int) -> None:
+    def _copy(self, targets: list[Tensor], sources: list[Tensor], fences: int) -> None:
         with ExitStack() as stack:
             for stream in self._streams:
                 # the device as well, because a new thread starts with cuda:0
                 stack.enter_context(torch.cuda.device(stream.device))
                 stack.enter_context(torch.cuda.stream(stream))
-            for part in (slice(0, ends), slice(ends, -ends), slice(-ends, None)):
+            for part in (slice(0, fences), slice(fences, -fences), slice(-fences, None)):
                 if targets[part]:
                     torch._foreach_copy_(targets[part], sources[part], non_blocking=True)
         for stream in self._streams:

@@ -248,13 +248,13 @@ class State:
                 raise Torn(f"the devices have not finished step {self.step}")
             queued, committed = self._seqlock.queued, self._committed()
             # the order of `committed` is the protocol: `done`, a number for each device, first, and `begun` last
-            captured, copy = (staging or Staging(*self._devices)).prepare(committed, ends=len(self._devices))
+            captured, copy = (staging or Staging(*self._devices)).prepare(committed, fences=len(self._devices))
             locked = stack.pop_all()
 
         def finish() -> dict[str, Any]:
             with locked:
-                while True:  # again, if a slow step reaches its commit while it is copied
-                    # the devices have finished, so that another copy would be the same; or the time is up
+                while True:  # a device that seemed to hang may still commit during the copy, which is torn then
+                    # if the devices have finished, another copy would be no better; after the deadline none begins
                     last_try = self._seqlock.wait(until) or not left(until)
                     copy()
                     done, begun = ([number.item() for number in captured[name]] for name in ("done", "begun"))

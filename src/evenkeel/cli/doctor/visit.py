@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ...common.display import say
 from ...common.errors import Refusal
-from ...common.processes import end_agent, orphaned_within, torchrun_agent
+from ...common.processes import await_parents_death, end_agent, torchrun_agent
 from ...config import Config, devices_per_rank
 from ...distributed.exits import SPEAKER_TIMEOUT, leave
 from ...distributed.world import World
@@ -67,7 +67,7 @@ class Visit:
         if level != "FAIL":
             return 0
         agent = torchrun_agent()  # it would restart the ranks
-        if agent and (world.local_rank == 0 or not orphaned_within(SPEAKER_TIMEOUT, agent)):
+        if agent and (world.local_rank == 0 or not await_parents_death(SPEAKER_TIMEOUT, agent)):
             end_agent(agent, failed=True)
         return 1
 
