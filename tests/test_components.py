@@ -24,7 +24,7 @@ BUDGET = {
     "resilience": 2036,
     "training": 6980,
     "run": 7812,
-    "tasks": 2343,
+    "tasks": 2344,
     "mirror": 726,
     "launch": 3183,
     "cli": 7546,

@@ -62,8 +62,8 @@ def test_who_waits_for_a_folder_waits_longer_if_its_holder_is_slow_and_not_froze
 def test_who_waits_for_a_folder_says_for_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(files, "SILENT", 0.5)
-    monkeypatch.setattr(files, "AGAIN", 0.5)
+    monkeypatch.setattr(files, "SAY_AFTER", 0.5)
+    monkeypatch.setattr(files, "SAY_AGAIN", 0.5)
     holder = FORK.Process(target=hold, args=(tmp_path, begun := FORK.Event(), 4))
     holder.start()
     begun.wait()

@@ -151,6 +151,7 @@ def test_of_two_ranks_one_says_what_is_wrong(tmp_path: Path, task: str, tracebac
     ],
 )
 def test_a_model_that_differs_between_ranks_is_named(tmp_path: Path, made: str, differs: str) -> None:
+    pytest.importorskip("evenkeel.tasks.regress")
     (tmp_path / "own.py").write_text(
         "import os\nfrom torch import nn\nfrom evenkeel.tasks.regress import Regress\n\n\nclass Own(Regress):\n"
         f"    def model(self):\n        return {made}\n\n\nclass Network(nn.Module):\n"

@@ -155,6 +155,7 @@ def test_the_same_digits_on_1_2_and_3_ranks_and_those_of_torchmetrics(tmp_path: 
 
 def test_an_evaluation_with_other_options_than_the_runs_says_so(tmp_path: Path) -> None:
     """Those of the task, and the seed; other options do not matter to it."""
+    pytest.importorskip("evenkeel.tasks.regress")
     words = ["--task", "regress", "--run-dir", tmp_path, "--samples", 128, "--wandb", "disabled", "--inputs", 3]
     run_forked(TRAIN, *words, "--seed", 3, "--max-steps", 2, "--lr", 0.5)
 

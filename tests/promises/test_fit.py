@@ -128,17 +128,17 @@ def test_a_start_that_fails_while_it_reads_data_leaves_the_folder_free(notebook:
 
 
 REFUSED = {
-    "evenkeel.fit('regress', epoch=3)": "Unrecognized options: --epoch=3; did you mean --epochs?",
-    "evenkeel.fit('regress', learning_rate=3)": "--learning-rate: here it is --lr",
+    "evenkeel.fit('classify', epoch=3)": "Unrecognized options: --epoch=3; did you mean --epochs?",
+    "evenkeel.fit('classify', learning_rate=3)": "--learning-rate: here it is --lr",
     "evenkeel.fit(Mine(), lr=1)": "fit(Mine(...)): give a task's name or class",
     "evenkeel.fit(Mine, ([1], [2]))": "fit(Mine, ...): give one task; its train_dataset() returns the data, and",
     "import torch; evenkeel.fit(Mine, data=(torch.ones(2), 1))": "fit(Mine, ...): give one task; its train_dataset()",
     "evenkeel.fit(Mine, processes='2')": "fit(processes='2'): must be a whole number from 1 on",
     "evenkeel.fit(Mine, processes=2)": "fit(processes=2): other processes cannot import Mine",
-    "evenkeel.fit('regress', eval_only=True)": "fit(eval_only=True): fit trains",
-    "evenkeel.fit('regress', script='other.py')": "fit(script='other.py'): No such file",
-    "evenkeel.fit('regress', script=recording_task.__file__)": "has no train(run)",
-    "import os; os.environ['RANK'] = '0'; evenkeel.fit('regress')": "fit: torchrun has started this process",
+    "evenkeel.fit('classify', eval_only=True)": "fit(eval_only=True): fit trains",
+    "evenkeel.fit('classify', script='other.py')": "fit(script='other.py'): No such file",
+    "evenkeel.fit('classify', script=recording_task.__file__)": "has no train(run)",
+    "import os; os.environ['RANK'] = '0'; evenkeel.fit('classify')": "fit: torchrun has started this process",
 }
 
 
@@ -148,5 +148,5 @@ def test_what_is_refused_in_a_line(notebook: Notebook, tmp_path: Path) -> None:
         assert told[-1].startswith("evenkeel.common.errors.Refusal: "), told
         assert line in told[-1]
     assert not (tmp_path / "runs").exists()
-    program = [sys.executable, "-c", "import evenkeel; evenkeel.fit('regress', lr='high')"]
+    program = [sys.executable, "-c", "import evenkeel; evenkeel.fit('classify', lr='high')"]
     assert checked(finish(start(program, cwd=tmp_path)), 2).stderr.startswith("evenkeel: --lr high: must be a")

@@ -36,16 +36,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda it: "-".join(it) if isinstance(it, list) else "",
 )
 def test_a_command_says_what_is_expected(folder: Path, words: list[str], expected: str) -> None:
+    needs.command(words[0])
     said = evenkeel(*(folder / word if word in ("two", "three") else word for word in words)).stdout
     assert expected in said
 
 
 def test_two_runs_on_other_ranks_have_no_difference(folder: Path) -> None:
+    needs.command("bisect")
     assert "no difference" in evenkeel("bisect", folder / "two", folder / "three").stdout
 
 
 def test_files_made_of_it_are_those_of_a_run_that_is_not_divided(folder: Path) -> None:
     assert weights_of(folder / "two") == weights_of(folder / "whole")
+    needs.command("predict")
+    needs.command("checkpoint")
     found: dict[str, list[bytes]] = {"predict": [], "export": []}
     for name in ("two", "whole"):
         csv, exported = folder / f"{name}.csv", folder / f"{name}.pt"

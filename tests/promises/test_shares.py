@@ -53,7 +53,7 @@ def test_six_changes_a_kill_and_two_resizes_change_no_bit(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("shares", ["2", "2:0", "fast", "1:-1"])
 def test_what_names_no_shares_is_refused(tmp_path: Path, shares: str) -> None:
-    line = refusal(options("regress", tmp_path / "run", "--shares", shares))
+    line = refusal(options("classify", tmp_path / "run", "--shares", shares))
     assert json.dumps(shares).strip('"') in line
     assert "e.g. 2:1" in line
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import needs
 from tests.support.processes import evenkeel, read, records
 from tests.support.small_runs import OWN, interrupt, job, own_task, refusal, starts, the_line, trained, weights_of
 
@@ -42,9 +43,10 @@ def test_it_is_killed_and_finished_on_another_number_of_ranks_with_the_same_bits
     assert re.search(r"finished in [^:]*  -> ", done[0].stdout), done[0].stdout
     assert weights_of(run_dir) == weights_of(tmp_path / "plain")
 
+    assert "nothing to evaluate on" in refusal([*words, "--eval-only"])
+    needs.command("predict")
     told = evenkeel("predict", run_dir, "--set", "test", "--output", tmp_path / "out.csv", expect=2)
     assert "--set test: the task has no such set; it has train" in the_line(told.stderr)
-    assert "nothing to evaluate on" in refusal([*words, "--eval-only"])
 
 
 @pytest.mark.parametrize("option", ["--patience 3", "--eval-only"])

@@ -469,7 +469,7 @@ def test_a_rescue_from_a_gpu_that_hangs_leaves_the_two_last_finished_steps(
         commit()
         saver.store_step(state)
     if hangs:
-        state._seqlock._ends = {CPU: SimpleNamespace(query=lambda: False)}  # type: ignore[dict-item]
+        state._seqlock._commit_events = {CPU: SimpleNamespace(query=lambda: False)}  # type: ignore[dict-item]
         state.step = state._seqlock.queued = 4
     else:
         commit()

@@ -84,7 +84,15 @@ def division(world: World) -> dict[str, int]:
 
 def start(world: World) -> dict[str, Any]:
     """The bytes of the model and of a block, and the growth of each rank until its model is divided."""
-    from benchmarks.shard_memory import memory, peak
+
+    def memory() -> dict[str, int]:  # in bytes, by kind; VmHWM: their largest sum so far
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words[0].startswith(("Rss", "VmHWM"))}
+
+    def peak() -> int:  # of memory that is neither a file's nor shared, since the last call
+        now = memory()
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+        return now["VmHWM"] - now["RssFile"] - now["RssShmem"]
 
     task, blocks = Wide(LARGE, 6, sys.argv[4] == "real"), 6
     config = Config(shard="on", reduce="tree", ema=float(sys.argv[3]), micro_batch=1, batch_size=4)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from evenkeel.common.versions import TORCH_FOR_SHARDING, numbers
+from tests.support.components import has
 
 NO_SKIPS = "EVENKEEL_NO_SKIPS"
 CI_LACKS = re.compile(
@@ -51,6 +52,12 @@ def tools(*names: str) -> pytest.MarkDecorator:
     """For a test that runs these programs."""
     missing = [name for name in names if shutil.which(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def command(name: str) -> None:
+    """Skip the rest of a test if a copy has left out a command of `python -m evenkeel`."""
+    if not has(name):
+        pytest.skip(f"this copy has left out {name}")
 
 
 @contextmanager

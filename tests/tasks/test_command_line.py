@@ -692,7 +692,7 @@ def test_only_mistakes_in_the_code_itself_are_not_tried_twice(error: Exception, 
         (lambda: tourch.nn, "name 'tourch' is not defined (did you mean torch?) at "),  # type: ignore[name-defined] # noqa: F821
         (lambda: [].nothing_like_it, "'list' object has no attribute 'nothing_like_it' (not a tensor, but several"),  # type: ignore[attr-defined]
         (lambda: F.cross_entropy(torch.zeros(1, 3), ("cat",)), "(are the labels text? Then number them in "),
-        (lambda: F.cross_entropy(torch.zeros(1, 3), torch.tensor([3])), "3 is out of bounds (a label must be less "),
+        (lambda: F.cross_entropy(torch.zeros(1, 3), torch.tensor([3])), "3 is out of bounds (the model has 3 outputs"),
         (
             lambda: F.linear(torch.zeros(1, 3), torch.zeros(2, 4)),
             "(the second number is what the layer gets, the third ",

@@ -189,7 +189,7 @@ def test_the_devices_numbers_tell_whole_copies_from_torn_ones(devices: int) -> N
         mixtures, deadline = 0, time.monotonic() + 240
         while min(told.values()) < 20 and time.monotonic() < deadline:
             live = {"done": seqlock.done, "weights": weights, "begun": seqlock.begun}
-            copied, fill = staging.prepare(live, ends=devices)
+            copied, fill = staging.prepare(live, fences=devices)
             fill()
             seen = {int(bound) for part in copied["weights"] for weight in part for bound in torch.aminmax(weight)}
             numbers = {int(number) for number in [*copied["done"], *copied["begun"]]}

@@ -166,7 +166,8 @@ def refuse_other_parameters(task: type[Task]) -> None:
     that calls it."""
     for name, usual in HOOKS.items():
         value, own = getattr(task, name), inspect.getattr_static(task, name)
-        if isinstance(value, nn.Module) or not callable(value):
+        is_option = name in getattr(task, "__dataclass_fields__", {})  # which another check names
+        if not is_option and (isinstance(value, nn.Module) or not callable(value)):
             what = f"must be a method, and is a value of type {type(value).__name__}"
             raise Refusal(f"{task.__name__}.{name} {what}; write def {name}(self, ...){place_of_class(task)}")
         if own is usual or not inspect.isfunction(own):

@@ -60,7 +60,7 @@ class Slot(Staging):
         """Of the state that is stored; 0: none is whole."""
         return step_in(self._descriptor)
 
-    def prepare(self, tree: Any, ends: int = 1) -> tuple[Any, Callable[[], None]]:
+    def prepare(self, tree: Any, fences: int = 1) -> tuple[Any, Callable[[], None]]:
         """As `Staging.prepare`, but of the tensors only "done" and "begun" are in the result; :func:`read` returns them
         all. From here on the slot is not whole."""
         clear(self._descriptor)
@@ -70,7 +70,7 @@ class Slot(Staging):
         if static != self._static:  # in the first step only, unless the task's own state changes its shapes
             self._allocate(static)
         marks = {name: [self._buffers[name, i] for i in range(len(tree[name]))] for name in ("done", "begun")}
-        copy = partial(self._copy, list(self._buffers.values()), list(sources.values()), ends)
+        copy = partial(self._copy, list(self._buffers.values()), list(sources.values()), fences)
         return plain | marks, copy
 
     def _allocate(self, static: list[Any]) -> None:
