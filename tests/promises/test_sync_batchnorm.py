@@ -1,6 +1,7 @@
 """BatchNorm over the global batch: as plain BatchNorm on one process that computes the batch at once."""
 
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.small_runs import interrupt, model_of, recipe_job, results_of
 def test_all_kinds_of_layers_agree_with_plain_ones(tmp_path: Path) -> None:
     """Outputs, all gradients and running statistics, on three ranks and an idle one, relative to float64."""
     found = results_of(4, "sync_batchnorm_worker.py", tmp_path)
-    assert len(found) == 12
+    assert len(found) == 11 + bool(find_spec("evenkeel.tasks.segment"))  # a copy may have left that out
     for name, distances in found.items():
         # what float32 has of numbers around 1e4, and what bfloat16 has of any
         limit = {"bfloat16": 2e-2, "large mean": 2e-3, "float64": 1e-12}.get(name, 1e-5)
