@@ -61,7 +61,7 @@ def test_an_exception_goes_to_torchrun_and_nothing_starts_again_in_place(tmp_pat
     assert kind != "ZeroDivisionError" or read(tmp_path / "run", "status.json")["reason"].startswith(raised)
 
 
-@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("call", [needs.slow(1), 4])
 def test_an_exception_of_a_rank_is_why_the_run_failed_also_on_one_that_torchrun_stops_first(
     tmp_path: Path, call: int
 ) -> None:
