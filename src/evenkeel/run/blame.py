@@ -52,15 +52,19 @@ def name_samples(error: BaseException, attempt: Attempt, state: State) -> str:
     return ""
 
 
-def explain_nonfinite(error: NonFinite, attempt: Attempt, state: State) -> None:
-    """Let the error name the samples of its step that are not finite, and say on rank 0 which command looks into the
-    step. The search has little time, and finds nothing where such values may be masked."""
-    step = state.step + 1
+def say_hints(error: BaseException, attempt: Attempt, state: State) -> str:
+    """Say on rank 0, after a step that was not finite, which of its samples are not, and the command that looks into
+    it. A hint only: the search has little time, and a value may be masked. Returns what it says of the samples."""
+    if not (isinstance(error, NonFinite) and attempt.lead):
+        return ""
+    step, text = state.step + 1, ""
     with contextlib.suppress(Exception):  # the search may read what cannot be read
         if bad := _not_finite(attempt, state, step - 1):
-            error.args = NonFinite(step, _listed(bad, attempt)).args
+            text = f"{_listed(bad, attempt)} of step {step} has values that are not finite"
+            attempt.say(f"evenkeel: {text}")
     if command := replay_command(attempt, step):
         attempt.say(f"evenkeel: to see where it begins: {command}")
+    return text
 
 
 def replay_command(attempt: Attempt, step: int) -> str:

@@ -33,13 +33,12 @@ from ..distributed.causes import cause_of, failure_behind, is_loss_of_a_rank
 from ..resilience.diagnosis import Diagnosis
 from ..resilience.hang import Watch
 from ..resilience.interruption import REGROUPING, STOPPED
-from ..training.nonfinite import NonFinite
 from ..training.oom import OutOfMemory, explained
 from ..training.state import State
 from ..training.state_dicts import cpu_state_dict, sha256
 from . import crash_loop
 from .attempt import Attempt
-from .blame import explain_nonfinite, name_samples
+from .blame import name_samples, say_hints
 from .checkpoint import known_step
 from .checkpointer import Checkpointer
 from .records import read_facts
@@ -216,10 +215,9 @@ class Ending:
         self._record_end("failed", cause_of(error), FAILED, lost, **facts)
         if self._step:  # before the first step there is nothing to save, and the cause comes next
             self._attempt.say(f"evenkeel: {what} at step {self._step}; {saved}")
-        if isinstance(error, NonFinite) and self._attempt.lead:
-            explain_nonfinite(error, self._attempt, self._state)
+        if samples := say_hints(error, self._attempt, self._state):
             with contextlib.suppress(OSError):
-                mark_failed(self._attempt.path / "status.json", cause_of(error))
+                mark_failed(self._attempt.path / "status.json", f"{cause_of(error)}; {samples}")
 
     def _record_end(self, name: RunState, reason: str, exit_code: int, in_place: bool = False, **facts: Any) -> None:
         lead = self._attempt.lead

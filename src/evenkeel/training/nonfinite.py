@@ -17,14 +17,13 @@ from .precision import Scaler
 
 
 class NonFinite(Ended, FloatingPointError):  # noqa: N818
-    """A step, counted from 1, was not finite. It has changed nothing. `samples`: those with such values, if known."""
+    """A step, counted from 1, was not finite. It has changed nothing."""
 
-    def __init__(self, step: int, samples: str = "") -> None:
+    def __init__(self, step: int) -> None:
         too_large = ", or steps that are too large: lower --lr or set --clip-norm, with --fresh" if step > 1 else ""
-        known = f"{samples} has values that are not finite" if samples else ""
-        cause = known or f"a bad sample or a bug in loss(){too_large}"
         super().__init__(
-            f"the loss or the gradient of step {step} is not finite: {cause}; --on-nonfinite skip skips such steps"
+            f"the loss or the gradient of step {step} is not finite: a bad sample or a bug in loss(){too_large}; "
+            "--on-nonfinite skip skips such steps"
         )
 
 
