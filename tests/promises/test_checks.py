@@ -8,7 +8,7 @@ import torch
 
 from tests.support import needs
 from tests.support.components import has
-from tests.support.processes import read, records
+from tests.support.processes import TRAIN, read, records, run, torchrun
 from tests.support.small_runs import PLAN, failed, job, model_of, odd_job, the_line, trained, weights_of
 
 
@@ -93,6 +93,13 @@ def test_a_loss_of_nan_on_one_rank_stops_all_at_the_step_before_or_is_left_out_o
     assert skipped == [(2 * BAD, 1)], "the last step of an epoch has one call"
     assert read(run_dir)["step"] == PLAN.total_steps
     assert all(tensor.isfinite().all() for tensor in model_of(run_dir).values())
+
+
+@pytest.mark.slow
+def test_a_sample_that_is_not_finite_ends_the_job_in_the_second_attempt(run_dir: Path) -> None:
+    """Ranks compare their errors, so that of rank 0 must not have what only that one knows."""
+    run(torchrun(2, TRAIN, *odd_job("NotANumber", run_dir), restarts=3), expect=None)
+    assert len(records(run_dir, "start")) == 2
 
 
 @needs.no_gpu
