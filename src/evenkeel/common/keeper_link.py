@@ -17,7 +17,7 @@ Message = Literal[Kind, "generation", "limit", "grace", "first_step", "lost", "h
     generation  the name by which all ranks of this generation meet
     limit       --keeper-restarts
     grace       --grace
-    progress    the first step that this attempt has finished
+    first_step  that this attempt has finished
     checkpoint  the label of a state in memory (`resilience.memory_checkpoint`)
     snapshot    the same of a rescue
     lost        it has probably lost another rank; the traceback to print if no keeper confirms that
